@@ -1,7 +1,6 @@
 """Compare the final validation loss of bf16 runs of the quickstart in every layout with plain torch's.
 
-    python benchmarks/bf16_quickstart.py         on two CPU ranks: eight local runs, ten of both engines, a
-        control
+    python benchmarks/bf16_quickstart.py         eight local runs, ten of both engines on two ranks, a control
     python benchmarks/bf16_quickstart.py --steps 20 --only local-micro1 megatron-tp2
 
 In bf16 the order of summation alone changes a run: at the quickstart's learning rate runs diverge around
@@ -22,16 +21,16 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from harness.environment import describe_machine, package_versions
 
 from toolkit.plan.devices import HIDE_GPUS
 from toolkit.progress import Progress
@@ -113,13 +112,13 @@ T_TEN = (
 )
 
 
-def train(words: list[str], ranks: int, environ: Mapping[str, str]) -> dict[str, Any]:
+def train(overrides: list[str], ranks: int, environ: Mapping[str, str]) -> dict[str, Any]:
     """Run one configuration; return its last validation loss and its seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
             str(ROOT / "launch" / "train.py"),
-            *words,
+            *overrides,
             f"run.dir={folder}/run",
             f"cluster.cpu_ranks={ranks}",
             f"data.path={ROOT / 'data' / 'stdlib'}",
@@ -194,20 +193,19 @@ def main() -> None:
     common = [*COMMON, f"train.steps={given.steps}", f"eval.every={given.steps}", *given.words]
     earlier = json.loads(given.out.read_text()) if given.out.exists() else {}
     runs: dict[str, dict[str, Any]] = earlier.get("runs", {}) if earlier.get("words") == common else {}
-    versions = {
-        name: metadata.version(name) for name in ("torch", "deepspeed", "megatron-core", "transformers")
-    }
     missing = [name for name in given.only if name not in runs]
     with Progress() as progress, progress.task("bf16 runs", total=len(missing), unit="runs") as task:
         for name in missing:
-            words = EVERY[name]
+            overrides = EVERY[name]
             runs[name] = {
-                "words": words,
-                **train([*common, *words], 2 if name in ENGINES else 1, NARROW if "narrow" in name else {}),
+                "words": overrides,
+                **train(
+                    [*common, *overrides], 2 if name in ENGINES else 1, NARROW if "narrow" in name else {}
+                ),
             }
             results = {
-                "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
-                "versions": versions,
+                "machine": describe_machine(),
+                "versions": package_versions(),
                 "words": common,
                 "runs": runs,
                 "verdict": compare_with_local(runs),

@@ -1,7 +1,6 @@
 """Compare saving and loading a checkpoint with ``cp`` and sync of the same bytes.
 
-    python benchmarks/checkpoint.py                                     1 GB, 2 ranks, 7 rounds, in the
-        current folder
+    python benchmarks/checkpoint.py                                     1 GB, 2 ranks, 7 rounds, here
     python benchmarks/checkpoint.py --gigabytes 4 --folder /mnt/nvme    in another folder
 
 The jobs alternate within each round, so that noise of the machine affects all of them. The figures are
@@ -16,16 +15,15 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness.environment import describe_machine, package_versions
 
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
@@ -171,15 +169,8 @@ def main() -> None:
             name: {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
             for name, ratios in pairs.items()
         },
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": platform.processor() or platform.machine(),
-            "system": platform.platform(),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "xxhash")},
-        },
+        "machine": describe_machine(),
+        "versions": package_versions("torch", "xxhash"),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -13,14 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sysconfig
 import tempfile
 import time
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from harness.environment import describe_machine, package_versions
+from harness.time_slices import cpu_seconds
 
 from toolkit.config.data import DataConfig, DatasetConfig
 from toolkit.config.schema import RunConfig, TrainConfig
@@ -50,12 +51,10 @@ def main() -> None:
         rows = make(folder, asked.megabytes * 1_000_000)
         results: list[dict[str, Any]] = []
         for streaming, workers in ((False, 1), (False, 2), (True, 2)):
-            alone = [floor(folder, rows, asked.seconds / 2)]
+            # Before and after, because a shared machine changes its speed.
+            before = floor(folder, rows, asked.seconds / 2)
             result = ours(folder, streaming, workers, asked.seconds)
-            alone.append(
-                floor(folder, rows, asked.seconds / 2)
-            )  # before and after, because a shared machine changes its speed
-            mean = sum(alone) / 2
+            mean = (before + floor(folder, rows, asked.seconds / 2)) / 2
             results.append(
                 {
                     **result,
@@ -64,18 +63,12 @@ def main() -> None:
                 }
             )
             print(json.dumps(results[-1]), flush=True)
-    versions = {package: version(package) for package in ("tokenizers", "datasets", "pyarrow", "numpy")}
-    machine = {
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        **versions,
-    }
     write_whole(
         asked.output,
         json.dumps(
             {
-                "machine": machine,
+                "machine": describe_machine(),
+                "versions": package_versions("tokenizers", "datasets", "pyarrow", "numpy"),
                 "window": LENGTH,
                 "batch": BATCH,
                 "vocabulary": VOCABULARY,
@@ -162,11 +155,6 @@ def ours(folder: Path, streaming: bool, workers: int, seconds: float) -> dict[st
         "resume_seconds": round(resume_seconds, 2),
         "state_bytes": len(json.dumps(state)),
     }
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -55,11 +55,11 @@ BASELINES = {"deepspeed": "baseline.py", "ddp": "baseline.py", "megatron": "base
 
 @dataclass(frozen=True)
 class Comparison:
-    """The toolkit with the overrides ``words`` against a script on ``baseline``, an engine or torch's DDP."""
+    """The toolkit with ``overrides`` against a script on ``baseline``, an engine or torch's DDP."""
 
     name: str
     baseline: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
 
 
 MEGATRON = ("engine=megatron",)
@@ -77,11 +77,11 @@ COMPARISONS = (
 )
 
 
-def run_words(sizes: Sequence[str], words: Sequence[str], steps: int, folder: Path) -> list[str]:
+def run_overrides(sizes: Sequence[str], overrides: Sequence[str], steps: int, folder: Path) -> list[str]:
     return [
         *sizes,
         *QUIET,
-        *words,
+        *overrides,
         f"train.steps={steps}",
         f"run.dir={folder}",
         f"data.path={ROOT / 'data' / 'stdlib'}",
@@ -112,9 +112,9 @@ def tokens_of(plan: RunPlan) -> Path:
 
 def jobs(comparison: Comparison, steps: int, block: int, folder: Path) -> Iterator[TurnJob]:
     """Return the toolkit's job and the baseline."""
-    words = run_words(SMALL, comparison.words, steps, folder / "run")
-    plan = make_plan(compose(words), World(ranks=RANKS, ranks_per_node=RANKS, device=Device.CPU))
-    yield TurnJob("toolkit", "toolkit_in_turns.py", {"overrides": words}, folder, block, ranks=RANKS)
+    overrides = run_overrides(SMALL, comparison.overrides, steps, folder / "run")
+    plan = make_plan(compose(overrides), World(ranks=RANKS, ranks_per_node=RANKS, device=Device.CPU))
+    yield TurnJob("toolkit", "toolkit_in_turns.py", {"overrides": overrides}, folder, block, ranks=RANKS)
     yield TurnJob(
         "bare",
         BASELINES[comparison.baseline],
@@ -159,9 +159,8 @@ def first_step(comparison: Comparison, pairs: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"toolkit": [], "bare": []}
     for _ in range(pairs):
         with tempfile.TemporaryDirectory() as folder:
-            for job in jobs(
-                comparison, 2, 1, Path(folder)
-            ):  # each job starts after the previous one has ended
+            # Each job starts after the previous one has ended.
+            for job in jobs(comparison, 2, 1, Path(folder)):
                 with job:
                     job.block()
                     seconds[job.name].append(time.perf_counter() - job.started)

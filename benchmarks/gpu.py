@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_step import baseline_spec
 from harness.environment import describe_machine, package_versions
 
 from toolkit.cluster.environment import detect_world, read_launch
@@ -77,16 +78,16 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True)
 class Bench:
-    """What all contenders share.
+    """The settings that all contenders share.
 
     Attributes:
         folder: of the runs, which is kept if the user names it.
-        words: overrides of each run, after those of the preset.
+        overrides: of each run, after those of the preset.
         deadline: on the monotonic clock, for everything.
     """
 
     folder: Path
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     cpu: bool
     deadline: float
 
@@ -123,16 +124,16 @@ def measure(bench: Bench, model: str, name: str, *, trace: bool) -> dict[str, An
     engine = CONTENDERS[name]
     steps = WARM_UP + TIMED + (PROFILED if trace else 0)
     folder = bench.folder / f"{model}-{name}"
-    words = [
+    overrides = [
         f"+exp=bench_{model}",
         *(engine or ()),
         f"train.steps={steps}",
         f"run.dir={folder}",
         f"data.path={DATA}",
-        *bench.words,
+        *bench.overrides,
     ]
     try:
-        config = compose(words)
+        config = compose(overrides)
         plan = make_plan(config, detect_world(config.cluster, read_launch({}, [])[0]))
         if plan.world.ranks != 1:
             raise NotMeasured(f"this is a comparison on one rank, and the plan has {plan.world.ranks}")
@@ -141,7 +142,7 @@ def measure(bench: Bench, model: str, name: str, *, trace: bool) -> dict[str, An
             seconds, found = run_baseline(bench, plan, folder, limit)
         else:
             profile = [f"monitor.profile_step={WARM_UP + TIMED + 1}", f"monitor.profile_steps={PROFILED}"]
-            command = [str(ROOT / "launch" / "train.py"), *words, *(profile if trace else ())]
+            command = [str(ROOT / "launch" / "train.py"), *overrides, *(profile if trace else ())]
             run(command, bench, folder.name, limit)
             seconds, found = read_run(folder)
     except (NotMeasured, UserError) as error:
@@ -153,20 +154,9 @@ def measure(bench: Bench, model: str, name: str, *, trace: bool) -> dict[str, An
 def run_baseline(
     bench: Bench, plan: RunPlan, folder: Path, limit: float
 ) -> tuple[list[float], dict[str, Any]]:
-    assert plan.shape is not None
-    settings = get_family(plan.shape.family).hugging_face_config(plan.shape)
     folder.mkdir(parents=True)
-    spec = {
-        "model": {key: value for key, value in settings.items() if key != "architectures"},
-        "steps": plan.config.train.steps,
-        "tokens": str(max(DATA.rglob("*.bin"), key=lambda file: file.stat().st_size)),
-        "micro_batch": plan.batch.micro_batch,
-        "accumulation": plan.batch.at(0).accumulation,
-        "sequence_length": plan.config.train.sequence_length,
-        "device": plan.world.device.value,
-        "result": str(folder / "result.json"),
-    }
-    (folder / "spec.json").write_text(json.dumps(spec))
+    more = {"device": plan.world.device.value, "result": str(folder / "result.json")}
+    (folder / "spec.json").write_text(json.dumps({**baseline_spec("torch", plan), **more}))
     script = str(ROOT / "benchmarks" / "harness" / "baseline_compiled.py")
     run([script, str(folder / "spec.json")], bench, folder.name, limit)
     result = json.loads((folder / "result.json").read_text())
@@ -325,8 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        words = (*(TINY if given.cpu else ("cluster.gpus_per_node=1",)), *given.words)
-        bench = Bench(folder.resolve(), words, given.cpu, deadline)
+        overrides = (*(TINY if given.cpu else ("cluster.gpus_per_node=1",)), *given.words)
+        bench = Bench(folder.resolve(), overrides, given.cpu, deadline)
         if not given.no_parity:
             report["parity"] = measure_parity(bench)
             print(f"parity: {report['parity']}", flush=True)

@@ -2,7 +2,7 @@
 
     python benchmarks/memory_table.py                          # 1.1 B at 4,096 tokens on one H200, DeepSpeed
     python benchmarks/memory_table.py engine=megatron
-    python benchmarks/memory_table.py train.global_batch=16    # further words of a run
+    python benchmarks/memory_table.py train.global_batch=16    # further overrides
 
 It only plans; benchmarks/gpu.py compares plans with measured peaks.
 """
@@ -38,8 +38,8 @@ COLUMNS = (
 )
 
 
-def row(name: str, loss: str, words: Sequence[str]) -> list[str]:
-    config = compose([*MACHINE, f"train.loss_kernel={loss}", *words])
+def row(name: str, loss: str, overrides: Sequence[str]) -> list[str]:
+    config = compose([*MACHINE, f"train.loss_kernel={loss}", *overrides])
     try:
         plan = make_plan(config, detect_world(config.cluster, read_launch({}, [])[0]))
     except PlanError as error:
@@ -53,11 +53,11 @@ def row(name: str, loss: str, words: Sequence[str]) -> list[str]:
     return [name, loss, *(f"{size / 1e9:.1f}" for size in sizes), f"{hardware / model:.2f}"]
 
 
-def table(words: Sequence[str]) -> str:
+def table(overrides: Sequence[str]) -> str:
     """GB (10^9 bytes) on the rank with the most memory."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     for name, own in ACTIVATIONS.items():
-        lines += ["| " + " | ".join(row(name, loss, [*own, *words])) + " |" for loss in LOSSES]
+        lines += ["| " + " | ".join(row(name, loss, [*own, *overrides])) + " |" for loss in LOSSES]
     return "\n".join(lines)
 
 

@@ -1,7 +1,6 @@
 """Measure the cost of monitoring: everything on against everything off, with steps of at least 200 ms.
 
-    python benchmarks/monitoring.py                           45 minutes on two cores of an otherwise idle
-        machine
+    python benchmarks/monitoring.py                           45 minutes on two idle cores
     python benchmarks/monitoring.py --launches 1 --pairs 8    a quick try with wide bounds
 
 On a virtual machine steps vary by several per cent, so alternating whole steps would take hours to resolve
@@ -32,19 +31,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.environment import describe_machine, package_versions
 from harness.slice_statistics import (
     Floats,
     complete_parts,
@@ -85,10 +82,11 @@ MODEL = (
     "eval.every=0",
     "debug.threads=1",
 )
+# ZeRO 3 has the most collectives per step, and each is timed.
 RANKS = {
     1: ("engine=deepspeed", "zero=stage1", "train.global_batch=6"),
     2: ("engine=deepspeed", "zero=stage3", "train.global_batch=8"),
-}  # ZeRO 3 has the most collectives per step, and each is timed
+}
 OFF = (
     "monitor.wandb=disabled",
     "monitor.ledger=false",
@@ -98,7 +96,7 @@ OFF = (
     "monitor.hang_seconds=0",
 )
 ON = ("monitor.wandb=offline", "monitor.every=10")
-NOTHING = {"words": OFF, "without_sinks": True}
+NOTHING = {"overrides": OFF, "without_sinks": True}
 
 
 def run_launch(
@@ -115,7 +113,7 @@ def run_launch(
             overrides = [
                 *MODEL,
                 *RANKS[ranks],
-                *its["words"],
+                *its["overrides"],
                 f"train.steps={ENDLESS}",
                 f"run.dir={Path(folder, 'runs', side)}",
                 f"data.path={ROOT / 'data' / 'stdlib'}",
@@ -233,8 +231,8 @@ def main() -> None:
     from toolkit.data.tokens.stdlib import ensure_stdlib
 
     ensure_stdlib(str(ROOT / "data" / "stdlib"), 4096)
-    load = os.getloadavg()[0]
-    on = {"words": ON}
+    machine = describe_machine()
+    on = {"overrides": ON}
     half = (given.launches + 1) // 2
     comparisons = {
         name: run_comparison(name, spec, ranks, launches, given.pairs)
@@ -247,15 +245,9 @@ def main() -> None:
         )
     }
     problems = find_problems(comparisons)
-    versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "wandb")}
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": load}
-    given.out.write_text(
-        json.dumps(
-            {"machine": machine, "versions": versions, "over_off": comparisons, "mistakes": problems},
-            indent=1,
-        )
-        + "\n"
-    )
+    versions = package_versions("torch", "deepspeed", "wandb")
+    result = {"machine": machine, "versions": versions, "over_off": comparisons, "mistakes": problems}
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
     for line in problems:
         print(line)
     sys.exit(1 if problems else 0)

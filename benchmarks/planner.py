@@ -79,7 +79,7 @@ def errors(rows: Sequence[Published], values: Mapping[str, float]) -> list[float
     found = []
     for row in rows:
         estimate = estimate_step(row.plan, profile_with(row, values))
-        assert estimate is not None, f"no estimate for {row.words}"
+        assert estimate is not None, f"no estimate for {row.overrides}"
         found.append(math.log(estimate.seconds / row.seconds))
     return found
 
@@ -134,7 +134,7 @@ def _row(row: Published, values: Mapping[str, float]) -> dict[str, object]:
     memory = row.plan.memory
     return {
         "system": row.system,
-        "words": " ".join(row.words),
+        "words": " ".join(row.overrides),
         "measured_seconds": row.seconds,
         "seconds": estimate.seconds,
         "low": estimate.low,

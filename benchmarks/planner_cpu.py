@@ -40,7 +40,7 @@ from toolkit.cluster.job import resolve_world
 from toolkit.config.compose import compose
 from toolkit.data.registry import prepare_data
 from toolkit.data.tokens.stdlib import ensure_stdlib
-from toolkit.estimate.calibration import write_calibration
+from toolkit.estimate.calibration_file import write_calibration
 from toolkit.estimate.present import to_json
 from toolkit.estimate.profile import load_profile
 from toolkit.estimate.step import estimate_step
@@ -93,7 +93,7 @@ class Description:
     """A model and batch, of which ``layouts`` are measured, by name."""
 
     name: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     layouts: Mapping[str, tuple[str, ...]]
 
 
@@ -171,8 +171,8 @@ FIXED: Mapping[str, Callable[[str], bool]] = {
 }
 
 
-def run_words(description: Description, layout: str, folder: Path) -> list[str]:
-    return [*COMMON, *description.words, *description.layouts[layout], f"run.dir={folder}"]
+def run_overrides(description: Description, layout: str, folder: Path) -> list[str]:
+    return [*COMMON, *description.overrides, *description.layouts[layout], f"run.dir={folder}"]
 
 
 class MeasuredLayouts:
@@ -202,7 +202,7 @@ class MeasuredLayouts:
         """Train one run, and add its row."""
         folder = self._work / "runs" / f"{number}-{description.name}-{layout}".replace(" ", "-")
         shutil.rmtree(folder, ignore_errors=True)  # of a start that was interrupted
-        config = compose(run_words(description, layout, folder))
+        config = compose(run_overrides(description, layout, folder))
         data = prepare_data(config, None, Progress.silent())
         directory = RunDirectory(folder)
         attempt = directory.begin(config, to_json(make_plan(config, resolve_world(config.cluster))))
@@ -249,8 +249,8 @@ def summed_up(rows: Sequence[Mapping[str, Any]], description: Description, layou
 
 def predict(description: Description, layout: str, calibration: Path) -> StepEstimate:
     """Return the estimate of a layout."""
-    words = run_words(description, layout, ROOT / "runs" / "none")
-    config = compose([*words, f"cluster.calibration={calibration}"])
+    overrides = run_overrides(description, layout, ROOT / "runs" / "none")
+    config = compose([*overrides, f"cluster.calibration={calibration}"])
     plan = make_plan(config, resolve_world(config.cluster))
     profile = load_profile(config.cluster, plan.world)
     estimate = None if profile is None else estimate_step(plan, profile)

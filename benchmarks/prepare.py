@@ -1,9 +1,7 @@
-"""Compare preparing text with the tokenizer's ``encode_batch`` alone, in one process, on the same text in
-memory.
+"""Compare preparing text with the tokenizer's ``encode_batch`` alone, in one process, on text in memory.
 
     python benchmarks/prepare.py                     Python's standard library, 5 rounds, about three minutes
-    python benchmarks/prepare.py --copies 4          four times that text, so that start-up costs a smaller
-        share
+    python benchmarks/prepare.py --copies 4          four times that text: start-up is a smaller part
     python benchmarks/prepare.py --input corpus      a folder of text files
 
 Jobs alternate within each round, so that noise affects all of them; figures are medians, ratios are medians
@@ -17,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -27,8 +24,9 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
+
+from harness.environment import describe_machine, package_versions
 
 from toolkit.data.tokens.stdlib import read_source_texts
 
@@ -103,9 +101,10 @@ def main() -> None:
         }  # fmt: skip
         rounds = [{name: job() for name, job in jobs.items()} for _ in range(arguments.rounds)]
     result = {
-        "megabytes": round(megabytes, 2), "rounds": arguments.rounds,
-        "cores": os.cpu_count(), "machine": platform.machine(),
-        "python": platform.python_version(), "tokenizers": metadata.version("tokenizers"),
+        "megabytes": round(megabytes, 2),
+        "rounds": arguments.rounds,
+        "machine": describe_machine(),
+        "versions": package_versions("tokenizers"),
         "jobs": {
             name: {
                 "mb_per_cpu_second": round(statistics.median(megabytes / one[name][0] for one in rounds), 3),
@@ -116,7 +115,7 @@ def main() -> None:
             }
             for name in jobs
         },
-    }  # fmt: skip
+    }
     kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     RESULTS.write_text(json.dumps({**kept, f"{megabytes:.0f} MB": result}, indent=1) + "\n")
     print(json.dumps(result, indent=1))

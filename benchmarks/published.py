@@ -61,14 +61,14 @@ class Published:
 
     Attributes:
         system: whose measurement it is.
-        words: the overrides of the run.
+        overrides: of the run.
         plan: of the run.
         seconds: of a step, measured.
         memory: bytes, if measured.
     """
 
     system: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     plan: RunPlan
     seconds: float
     memory: float | None
@@ -85,7 +85,7 @@ def read_published(path: Path = ROWS) -> list[Published]:
 
 
 def overrides_of(row: dict[str, str]) -> list[str]:
-    """The words of ``launch/plan.py`` for a row."""
+    """Return the overrides of ``launch/plan.py`` for a row."""
     engine, stage, has_engine_kernels = SYSTEMS[row["system"]]
     name = _model_name(row)
     if row["layers"]:
@@ -100,7 +100,7 @@ def overrides_of(row: dict[str, str]) -> list[str]:
     stage = int(row["zero"]) if row["zero"] else stage
     pipeline, virtual = int(row["pp"] or 1), int(row["vp"] or 1)
     length = row["seq"]
-    words = [
+    overrides = [
         f"model={family}",
         f"engine={engine}",
         f"zero=stage{stage}",
@@ -124,16 +124,16 @@ def overrides_of(row: dict[str, str]) -> list[str]:
         f"parallel.context={row['cp'] or 1}",
     ]
     if virtual > 1:
-        words.append(f"+engine.megatron.virtual_pipeline_model_parallel_size={virtual}")
+        overrides.append(f"+engine.megatron.virtual_pipeline_model_parallel_size={virtual}")
     if layers % pipeline:  # the embedding and the output layer count as a layer each
         end = (layers + 2) // pipeline - 1
-        words += [
+        overrides += [
             f"+engine.megatron.num_layers_in_first_pipeline_stage={end}",
             f"+engine.megatron.num_layers_in_last_pipeline_stage={end}",
         ]
     if has_engine_kernels:
-        words.append("cluster.transformer_engine=2.11.0")
-    return words
+        overrides.append("cluster.transformer_engine=2.11.0")
+    return overrides
 
 
 def _model_name(row: dict[str, str]) -> str:
@@ -143,15 +143,15 @@ def _model_name(row: dict[str, str]) -> str:
 
 
 def _published(row: dict[str, str]) -> Published:
-    words = overrides_of(row)
-    config = compose(words)
+    overrides = overrides_of(row)
+    config = compose(overrides)
     world = resolve_world(config.cluster)
     try:
         plan = make_plan(config, world)
     except PlanError:  # the run that was measured did fit: memory is compared, not enforced
         plan = make_plan(config, replace(world, device_memory_bytes=10**15))
     memory = float(row["mem_gb"]) * 1e9 if row["mem_gb"] else None
-    return Published(row["system"], tuple(words), plan, _seconds(row, plan), memory)
+    return Published(row["system"], tuple(overrides), plan, _seconds(row, plan), memory)
 
 
 def _seconds(row: dict[str, str], plan: RunPlan) -> float:

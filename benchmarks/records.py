@@ -18,17 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import torch
+from harness.environment import describe_machine, package_versions
 
 from toolkit.data.order.stream import CHUNKS_AHEAD, Stream
 from toolkit.data.records.reader import RECORD_SUFFIX, RecordSamples, open_records
@@ -113,15 +112,8 @@ def main() -> None:
             )
             for name, values in seconds.items()
         },
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": platform.processor() or platform.machine(),
-            "system": platform.platform(),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("numpy", "torch")},
-        },
+        "machine": describe_machine(),
+        "versions": package_versions("numpy", "torch"),
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")

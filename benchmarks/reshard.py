@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -38,9 +37,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from harness.environment import describe_machine, package_versions
 from reshard_sources import NATIVE, convert, make_dcp, make_native
 
 from toolkit.checkpoint.source import open_source
@@ -243,7 +243,6 @@ def main() -> None:
         return
     contenders = ["cp", *(name for name in given.only if name != "cp")]  # the baseline is always included
     work = given.folder.absolute() / f"reshard-benchmark-{os.getpid()}"
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     try:
         began = time.perf_counter()
         count = prepare(work, given.parameters * 1e6, contenders)
@@ -252,25 +251,33 @@ def main() -> None:
             f"written in {time.perf_counter() - began:.0f} s",
             flush=True,
         )
-        for number in range(given.runs):
-            for name in contenders:
-                row = measure(name, work / CONTENDERS[name], work, given.cold)
-                rows[name].append(row)
-                print(
-                    f"run {number}: {name:>14} {row['seconds']:6.2f} s, {row['cpu_seconds']:6.2f} CPU s, "
-                    f"{row['peak_bytes'] / 1e6:5.0f} MB, {row['temporary_bytes'] / 1e6:5.0f} MB temporary",
-                    flush=True,
-                )
+        rows = measure_all(work, contenders, given.runs, given.cold)
         cache = drop_page_cache(work, given.cold)
         memory = memory_by_size(work, given.parameters * 1e6, contenders, given.cold)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    packages = ("numpy", "xxhash", "isal", "torch", "deepspeed", "megatron-core")
-    result = {
-        "parameters": count,
-        "bytes": count * BYTES_PER_PARAMETER,
-        "runs": given.runs,
-        "cold_by": cache,
+    size = {"parameters": count, "bytes": count * BYTES_PER_PARAMETER, "runs": given.runs, "cold_by": cache}
+    report({**size, **summarise(rows), "peak_bytes_by_parameters": memory, "rows": rows}, given.out)
+
+
+def measure_all(work: Path, contenders: list[str], runs: int, cold: str) -> dict[str, list[dict[str, float]]]:
+    """Measure the contenders in turn, ``runs`` times."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    for number in range(runs):
+        for name in contenders:
+            row = measure(name, work / CONTENDERS[name], work, cold)
+            rows[name].append(row)
+            print(
+                f"run {number}: {name:>14} {row['seconds']:6.2f} s, {row['cpu_seconds']:6.2f} CPU s, "
+                f"{row['peak_bytes'] / 1e6:5.0f} MB, {row['temporary_bytes'] / 1e6:5.0f} MB temporary",
+                flush=True,
+            )
+    return rows
+
+
+def summarise(rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Return the medians of each contender, and its seconds over those of ``cp`` in the same run."""
+    return {
         "median": {
             name: {key: statistics.median(row[key] for row in of) for key in of[0]}
             for name, of in rows.items()
@@ -281,26 +288,21 @@ def main() -> None:
             )
             for name, of in rows.items()
         },
-        "peak_bytes_by_parameters": memory,
-        "rows": rows,
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": platform.processor() or platform.machine(),
-            "system": platform.platform(),
-            "load": os.getloadavg()[0],
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in packages},
-        },
     }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def report(result: dict[str, Any], out: Path) -> None:
+    """Write the result with the machine and the versions, and print its ratios and peaks."""
+    versions = package_versions("numpy", "xxhash", "isal", "torch", "deepspeed", "megatron-core")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(
+        json.dumps({**result, "machine": describe_machine(), "versions": versions}, indent=1) + "\n"
+    )
     for name, ratio in result["times_cp"].items():
         print(
             f"{name:>14}: {ratio['median']:.2f} x cp and sync ({ratio['least']:.2f} .. {ratio['most']:.2f})"
         )
-    for name, peaks in memory.items():
+    for name, peaks in result["peak_bytes_by_parameters"].items():
         print(f"{name:>14}: " + ", ".join(f"{peak / 1e6:.0f} MB for {size}" for size, peak in peaks.items()))
 
 

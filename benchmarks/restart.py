@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -28,11 +27,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
+from harness.environment import describe_machine, package_versions
 
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.restart_phases import read_restart
@@ -76,12 +75,12 @@ class RunningTraining:
     def __init__(self, name: str, data: str, folder: Path) -> None:
         self.name, self.dir, self._marks = name, folder / "run", folder / "marks.txt"
         script = str(ROOT / "launch" / "train.py")
-        words = [*KEYS, *CONTENDERS[name], f"run.dir={self.dir}", f"data.path={data}"]
+        overrides = [*KEYS, *CONTENDERS[name], f"run.dir={self.dir}", f"data.path={data}"]
         if name == "torchrun":
             argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-            argv += ["--max-restarts", "1000", "--master_port", str(find_free_port()), script, *words]
+            argv += ["--max-restarts", "1000", "--master_port", str(find_free_port()), script, *overrides]
         else:
-            argv = [sys.executable, script, *words, f"cluster.cpu_ranks={RANKS}"]
+            argv = [sys.executable, script, *overrides, f"cluster.cpu_ranks={RANKS}"]
         search = os.pathsep.join([str(ROOT / "benchmarks" / "harness"), str(ROOT)])
         environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": search, "RESTART_MARKS": str(self._marks)}
         self._log = (folder / "log.txt").open("w")
@@ -104,8 +103,8 @@ class RunningTraining:
     def moments(self) -> list[tuple[float, int]]:
         """Return time and number of each step so far, in order of time."""
         lines = self._marks.read_text().splitlines() if self._marks.exists() else []
-        words = (line.split() for line in lines)
-        return [(float(moment), int(step)) for moment, step in words]
+        rows = (line.split() for line in lines)
+        return [(float(moment), int(step)) for moment, step in rows]
 
     def wait_until(self, what: str, holds: Any) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS
@@ -208,12 +207,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     results = json.loads(given.out.read_text()) if given.out.exists() else {}
-    results["machine"] = {
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-    }
-    results["versions"] = {name: metadata.version(name) for name in ("torch", "deepspeed")}
+    results |= {"machine": describe_machine(), "versions": package_versions("torch", "deepspeed")}
     if given.overhead:
         results["overhead"] = overhead(4, given.data)
         print(f"a step with a snapshot every {MEMORY_EVERY}: {results['overhead']['median_ratio']:.4f} times")

@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from harness.environment import describe_machine, package_versions
 
 from toolkit.rows import read_rows
 
@@ -37,19 +37,18 @@ QUIET = ("checkpoint.every=never", "checkpoint.at_end=false", "eval.every=0")
 LIMIT_SECONDS = 300
 
 
-def stall(words: tuple[str, ...], steps: int, data: str) -> dict[str, Any]:
+def stall(overrides: tuple[str, ...], steps: int, data: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
-        asked = [*words, *QUIET, f"train.steps={steps}", f"run.dir={run}", f"data.path={data}"]
+        asked = [*overrides, *QUIET, f"train.steps={steps}", f"run.dir={run}", f"data.path={data}"]
         argv = [sys.executable, str(ROOT / "launch" / "train.py"), "+exp=quickstart", *asked]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
         done = subprocess.run(
             argv, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environ, cwd=ROOT
         )
         if done.returncode:
-            raise SystemExit(
-                f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-            )
+            output = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            raise SystemExit(f"{' '.join(overrides)}: exit code {done.returncode}\n{output}")
         rows = list(read_rows(run / "metrics.jsonl"))[1:]
     step_seconds, data_seconds = (
         sum(row["step_seconds"] for row in rows),
@@ -80,11 +79,8 @@ def main() -> None:
             f"{name:>9}: {row['share']:.3%} of {row['step_seconds'] * 1e3:.0f} ms per step: waiting for data",
             flush=True,
         )
-    versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "megatron-core")}
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}
-    given.out.write_text(
-        json.dumps({"machine": machine, "versions": versions, "engines": stalls}, indent=1) + "\n"
-    )
+    result = {"machine": describe_machine(), "versions": package_versions(), "engines": stalls}
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

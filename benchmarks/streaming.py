@@ -1,12 +1,9 @@
 """Compare the CPU time of a token on its way to the model with a memory map and with other loaders.
 
-    python benchmarks/streaming.py --peers-venv /tmp/peers    every contender: 15 minutes on two cores, 3 GB
-        of disk
+    python benchmarks/streaming.py --peers-venv /tmp/peers    every contender: 15 minutes, 3 GB of disk
     python benchmarks/streaming.py --only floor toolkit       some of them
-    python benchmarks/streaming.py --layouts                  only shards, mixtures and dtypes; the rest is
-        kept
-    python benchmarks/streaming.py --report                   the table, docs/streaming.md and its picture
-        from the JSON
+    python benchmarks/streaming.py --layouts                  measure only shards, mixtures and dtypes again
+    python benchmarks/streaming.py --report                   the table and docs/streaming.md from the JSON
 
 One synthetic corpus of 200 M tokens (benchmarks/harness/corpus.py) is written in each contender's own format.
 Every measurement is a process of its own with a time limit; rounds go through all contenders, so that noise
@@ -22,14 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +34,7 @@ from harness.contender_runner import ContenderFailed, ContenderRunner, peers_pyt
 from harness.contenders import CONTENDERS
 from harness.contenders.common import GLOBAL_BATCH, LENGTH
 from harness.corpus import make_corpus
+from harness.environment import describe_machine, package_versions
 from harness.mixing_quality import BATCH, at_scale, chi2_per_df
 from harness.read_contender import AFTER
 
@@ -106,9 +102,8 @@ def measure_order(runner: ContenderRunner, name: str, kept: Path) -> dict[str, A
     found = runner.run(name, "order", "--state", str(state), "--out", str(out))
     with np.load(out) as epoch:
         numbers, domains = epoch["numbers"], epoch["domains"].ravel()
-    shares = (
-        np.bincount(domains) / domains.size
-    )  # shares of the epoch as delivered, because a mixture has its own
+    # Of the epoch as delivered, because a mixture has shares of its own.
+    shares = np.bincount(domains) / domains.size
     return {
         **made,
         "state_bytes": found["state_bytes"],
@@ -233,24 +228,6 @@ def measure_layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[s
     }
 
 
-def describe_machine() -> dict[str, Any]:
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -307,7 +284,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         "machine": describe_machine(),
         "load_before": before,
         "busy": before > QUIET_LOAD,
-        "versions": {name: metadata.version(name) for name in ("torch", "numpy")},
+        "versions": package_versions("torch", "numpy"),
         "settings": {
             "length": LENGTH,
             "global_batch": GLOBAL_BATCH,

@@ -17,10 +17,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from toolkit.commands import command_line, in_this_form
-from toolkit.errors import ConfigError, ExitCode, Problem, UserError, file_errors
+from toolkit.errors import ConfigError, Problem, run_command
 from toolkit.logs import configure_logging
 
 
@@ -36,18 +37,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, help="number of processes, if no file names it")
     parser.add_argument("--force", action="store_true", help="replace an existing output")
     options = parser.parse_args(list(arguments))
-    try:
-        with file_errors("--output"):
-            show(options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USER
-    return ExitCode.DONE
+    return run_command(partial(show, options), "--output")
 
 
 def show(options: argparse.Namespace) -> None:
     """Write or print the experiment, and a summary. Raises UserError with every problem."""
-    from toolkit.adopt.check import settle
+    from toolkit.adopt.check import resolve_adoption
     from toolkit.adopt.decide import adopt
     from toolkit.adopt.experiment import summary, write_experiment
     from toolkit.adopt.read import read_source
@@ -56,7 +51,9 @@ def show(options: argparse.Namespace) -> None:
     output: Path | None = options.output
     check_output(output, force=options.force)
     files = [file.name for file in options.files]
-    adoption, plan = settle(adopt([read_source(file) for file in options.files], options.ranks), files)
+    adoption, plan = resolve_adoption(
+        adopt([read_source(file) for file in options.files], options.ranks), files
+    )
     text = in_this_form(write_experiment(adoption, "adopted" if output is None else output.stem, files))
     if output is None:
         print(text, end="")
@@ -69,7 +66,7 @@ def show(options: argparse.Namespace) -> None:
 
 
 def check_output(output: Path | None, *, force: bool) -> None:
-    """Raises ConfigError if the file is not an experiment's, or exists."""
+    """Refuse a file that is not an experiment's, or exists. Raises ConfigError."""
     if output is None:
         return
     if output.suffix != ".yaml" or output.absolute().parent.name != "exp":

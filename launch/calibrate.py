@@ -17,11 +17,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.commands import command_line, in_this_form
-from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.errors import ExitCode, InputError, Problem, run_command
 from toolkit.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -43,30 +44,29 @@ def main(arguments: Sequence[str]) -> int:
     if not {"--help", "-h"}.isdisjoint(arguments):
         print(in_this_form(__doc__ or "").strip())
         return ExitCode.DONE
-    try:
-        with file_errors():
-            from toolkit.cluster.environment import read_launch
+    return run_command(partial(calibrate, arguments))
 
-            launch, words = read_launch(os.environ, arguments)
-            configure_logging(launch.rank)
-            options = parse_arguments(words)
-            if options.runs:
-                add_runs(options)
-            else:
-                measure(options, launch)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USER
-    return ExitCode.DONE
+
+def calibrate(arguments: Sequence[str]) -> None:
+    """Add the runs that the arguments name, or measure this machine. Raises UserError."""
+    from toolkit.cluster.environment import read_launch
+
+    launch, rest = read_launch(os.environ, arguments)
+    configure_logging(launch.rank)
+    options = parse_arguments(rest)
+    if options.runs:
+        add_runs(options)
+    else:
+        measure(options, launch)
 
 
 def parse_arguments(arguments: Sequence[str]) -> CalibrateArguments:
     """Parse the command line. Raises InputError with all mistakes."""
     from toolkit.rundir.find import find_run
 
-    words = [word for word in arguments if "=" in word and not Path(word).exists()]
-    runs = tuple(find_run(word, "run") for word in arguments if word not in words)
-    options = dict(word.split("=", 1) for word in words)
+    pairs = [word for word in arguments if "=" in word and not Path(word).exists()]
+    runs = tuple(find_run(word, "run") for word in arguments if word not in pairs)
+    options = dict(word.split("=", 1) for word in pairs)
     problems = [
         Problem(
             name,
@@ -94,7 +94,7 @@ def parse_arguments(arguments: Sequence[str]) -> CalibrateArguments:
 
 def add_runs(options: CalibrateArguments) -> None:
     """Add runs to the file, fit its factors, and print what they explain."""
-    from toolkit.estimate.calibration import write_calibration
+    from toolkit.estimate.calibration_file import write_calibration
     from toolkit.monitor.calibration_runs import add_measured_runs, format_residuals
 
     calibration, residuals = add_measured_runs(options.out, options.runs)

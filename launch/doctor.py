@@ -40,13 +40,13 @@ def main(arguments: Sequence[str]) -> int:
         return show_help(arguments, above=__doc__ or "")
     stop = StopRequest()
     with ExitHandler(stop) as exit_handler:
-        launch, words = read_launch(os.environ, [word for word in arguments if word != JSON])
+        launch, rest = read_launch(os.environ, [word for word in arguments if word != JSON])
         configure_logging(launch.rank)
         exit_handler.launch, stop.abort = launch, exit_handler.abort
         stop.install(find_launchers(launch))
         measurements = Measurements(check_data_read=check_data_read, links=links)
         exit_handler.code = DoctorCommand(
-            launch, words, exit_handler, measurements, script=entry_point("doctor"), as_json=JSON in arguments
+            launch, rest, exit_handler, measurements, script=entry_point("doctor"), as_json=JSON in arguments
         ).run(stop)
     stop.close()
     return exit_handler.code

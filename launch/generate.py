@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.commands import command_line, in_this_form
-from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.errors import InputError, Problem, run_command
 from toolkit.logs import configure_logging
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.find import find_run
@@ -41,13 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         help="how to treat special tokens in the prompt (default: as in the run's data)",
     )
     options = parser.parse_args(arguments)
-    try:
-        with file_errors():
-            print(options.prompt + generate(options))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USER
-    return ExitCode.DONE
+    return run_command(lambda: print(options.prompt + generate(options)))
 
 
 def generate(options: argparse.Namespace) -> str:

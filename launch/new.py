@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from toolkit.commands import command_line, in_this_form
-from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.errors import ExitCode, InputError, Problem, run_command
 from toolkit.logs import configure_logging
 
 
@@ -24,13 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     if not {"--help", "-h"}.isdisjoint(arguments):
         print(in_this_form(__doc__ or "").strip())
         return ExitCode.DONE
-    try:
-        with file_errors():
-            write_project(arguments)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USER
-    return ExitCode.DONE
+    return run_command(partial(write_project, arguments))
 
 
 def write_project(arguments: Sequence[str]) -> None:

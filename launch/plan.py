@@ -25,11 +25,12 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.commands import in_this_form
-from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.errors import InputError, Problem, run_command
 from toolkit.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -51,17 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         from toolkit.config.help import show_help
 
         return show_help(arguments, above=__doc__ or "")
-    try:
-        with file_errors():
-            show(
-                [argument for argument in arguments if argument not in (JSON, TRACE)],
-                as_json=JSON in arguments,
-                trace=TRACE in arguments,
-            )
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USER
-    return ExitCode.DONE
+    rest = [argument for argument in arguments if argument not in (JSON, TRACE)]
+    return run_command(partial(show, rest, as_json=JSON in arguments, trace=TRACE in arguments))
 
 
 def show(arguments: Sequence[str], *, as_json: bool, trace: bool = False) -> None:
@@ -123,8 +115,8 @@ def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str]
     ``own.out``.
     """
     from toolkit.cluster.job import resolve_from_files, resolve_world
-    from toolkit.config.overrides import typed_keys
-    from toolkit.estimate.measured_factors import fit_factors
+    from toolkit.config.overrides import overridden_keys
+    from toolkit.estimate.measured_factors import fit_speed_factors
     from toolkit.estimate.present_scaling import create_report, format_scaling, scaling_to_json
     from toolkit.estimate.profile import load_profile
     from toolkit.estimate.scaling import parse_ranks
@@ -155,7 +147,7 @@ def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str]
     world = resolve_world(config.cluster)
     folders = [find_run(folder, "measured") for folder in (own.measured or "").split(",") if folder]
     measured = estimate_measured(folders, config, world, estimate)
-    factors = fit_factors(measured) if measured else None
+    factors = fit_speed_factors(measured) if measured else None
     with Progress() as progress, progress.task("planning", total=4 * len(ranks)) as task:
         report = create_report(
             config,
@@ -164,7 +156,7 @@ def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str]
             estimate,
             measured=measured,
             factors=factors,
-            fixed=typed_keys(overrides),
+            fixed=overridden_keys(overrides),
             advance=lambda: task.advance(1),
         )
     folder = Path(own.out or f"scaling/{config.run.name}")
@@ -183,7 +175,7 @@ def show_advice(config: RunConfig, own: PlanArguments, overrides: Sequence[str],
     from toolkit.cluster.job import resolve_from_files, resolve_world
     from toolkit.config.experiment import experiment_file, experiment_text
     from toolkit.config.numbers import hours_until
-    from toolkit.config.overrides import split_options, typed_keys
+    from toolkit.config.overrides import overridden_keys, split_options
     from toolkit.estimate.advice import advise
     from toolkit.estimate.advice_table import forecast_lines, format_advice, start_command, to_json
     from toolkit.files import write_whole
@@ -199,7 +191,7 @@ def show_advice(config: RunConfig, own: PlanArguments, overrides: Sequence[str],
     advice = advise(
         resolve_from_files(config),
         resolve_world(config.cluster),
-        typed=typed_keys(overrides),
+        typed=overridden_keys(overrides),
         hours=min(hours, default=None),
     )
     if as_json:

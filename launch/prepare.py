@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
-from toolkit.errors import ExitCode, UserError, file_errors
+from toolkit.errors import run_command
 from toolkit.logs import configure_logging
 
 
@@ -29,13 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         from toolkit.config.roots import PREPARE
 
         return show_help(arguments, above=__doc__ or "", root=PREPARE)
-    try:
-        with file_errors():
-            show(arguments)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USER
-    return ExitCode.DONE
+    return run_command(partial(show, arguments))
 
 
 def show(overrides: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.commands import command_line, in_this_form
-from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.errors import ExitCode, InputError, Problem, run_command
 from toolkit.logs import configure_logging
 from toolkit.rundir.find import find_run
 
@@ -38,13 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     if not {"--help", "-h"}.isdisjoint(arguments):
         print(in_this_form(__doc__ or "").strip())
         return ExitCode.DONE
-    try:
-        with file_errors():
-            print(f"the report is in {write_report(parse_arguments(arguments))}")
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USER
-    return ExitCode.DONE
+    return run_command(lambda: print(f"the report is in {write_report(parse_arguments(arguments))}"))
 
 
 def parse_arguments(arguments: Sequence[str]) -> ReportArguments:

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from toolkit.config.urls import is_url
-from toolkit.errors import ExitCode, UserError, file_errors
+from toolkit.errors import ExitCode, run_command
 from toolkit.logs import configure_logging
 from toolkit.rundir.find import find_run
 
@@ -35,11 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
         return show_help(arguments, above=__doc__ or "", root=RESHARD)
     try:
-        with file_errors():
-            return run_action(arguments)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USER
+        return run_command(partial(run_action, arguments))
     except KeyboardInterrupt:
         print("interrupted: run the same command to resume", file=sys.stderr)
         return ExitCode.STOPPED

@@ -34,8 +34,8 @@ def main(arguments: Sequence[str]) -> int:
         return show_help(arguments, above=__doc__ or "")
     try:
         with file_errors():
-            words, dry_run = parse_arguments(arguments)
-            submit_or_print(words, dry_run=dry_run)
+            overrides, dry_run = parse_arguments(arguments)
+            submit_or_print(overrides, dry_run=dry_run)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -59,7 +59,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], bool]:
     ].lower() == "true"
 
 
-def submit_or_print(words: Sequence[str], *, dry_run: bool) -> None:
+def submit_or_print(overrides: Sequence[str], *, dry_run: bool) -> None:
     """Submit the run, or print the job. Raises UserError or NothingToDo if nothing was submitted."""
     from toolkit.cluster import backends, submission
     from toolkit.cluster.job import create_job, plan_job
@@ -69,7 +69,7 @@ def submit_or_print(words: Sequence[str], *, dry_run: bool) -> None:
     from toolkit.rundir.budget import check_budget
     from toolkit.user_code import check_user_code
 
-    plan = plan_job(compose(words))
+    plan = plan_job(compose(overrides))
     check_user_code(plan.config)
     check_schedule(plan)
     plan = warn_about_budget(plan)

@@ -10,6 +10,7 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,6 +89,7 @@ TORCH_FREE = (
 )
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, also inside functions."""
     found: set[str] = set()

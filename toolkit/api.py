@@ -41,7 +41,7 @@ _trainings = 0  # of this process; distinguishes their messages to other ranks
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """How a training ended, and where its files are.
+    """The result of a training: its state, its last step and its files.
 
     Attributes:
         state: ``done``; ``stopped`` by Ctrl-C or a signal, after saving; or ``diverged`` if a loss, gradient
@@ -86,8 +86,8 @@ def load_config(*overrides: str) -> RunConfig:
     from toolkit.cluster.environment import read_launch
     from toolkit.config.compose import compose
 
-    _, words = read_launch({}, overrides)  # without the option that deepspeed adds to sys.argv
-    return compose(words)
+    _, rest = read_launch({}, overrides)  # without the option that deepspeed adds to sys.argv
+    return compose(rest)
 
 
 def plan(config: RunConfig) -> RunPlan:
@@ -135,9 +135,9 @@ def train(config: RunConfig) -> TrainResult:
         handler.launch, stop.abort = launch, handler.abort
         try:
             with handler:
-                words = [f"training {_trainings}"]
+                arguments = [f"training {_trainings}"]
                 handler.code = launch_process(
-                    launch, words, handler, stop, make_callbacks(), script="", config=config
+                    launch, arguments, handler, stop, make_callbacks(), script="", config=config
                 )
             code = handler.code
         except NothingToDo:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -134,6 +135,22 @@ def file_errors(
         raise InputError(
             Problem(key or path, seen, "named files and folders can be read and written", remedy)
         ) from error
+
+
+def run_command(action: Callable[[], ExitCode | None], key: str | None = None) -> ExitCode:
+    """Run a command and return its exit code. An error of the user is printed without a traceback.
+
+    Args:
+        action: returns the exit code; None if the command is done.
+        key: see :func:`file_errors`.
+    """
+    try:
+        with file_errors(key):
+            code = action()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USER
+    return ExitCode.DONE if code is None else code
 
 
 class CheckpointError(UserError):

@@ -107,7 +107,7 @@ def check_user_code(config: RunConfig) -> None:
 
 
 def check_target(given: UserObject) -> None:
-    """As :func:`check_user_code`, for one object."""
+    """Check one object as :func:`check_user_code` does."""
     project = find_project()
     for folder in (Path.cwd(), *([project.folder] if project is not None else [])):
         if str(folder) not in sys.path:  # sys.path of a console script lacks the working folder

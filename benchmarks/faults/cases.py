@@ -41,17 +41,17 @@ MODEL = (
 
 @dataclass(frozen=True)
 class RunLayout:
-    """How a run is distributed.
+    """The engine, axes and ranks of a run.
 
     Attributes:
-        words: overrides that select the engine and its axes.
+        overrides: those that select the engine and its axes.
         weight: how often the layout is chosen, relative to others.
         nodes: number of simulated machines; each has ``ranks / nodes`` ranks.
     """
 
     name: str
     ranks: int
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     weight: float = 1.0
     nodes: int = 1
 
@@ -63,10 +63,10 @@ def _deepspeed(stage: int, ranks: int, weight: float = 1.0, nodes: int = 1) -> R
     )
 
 
-def _megatron(name: str, ranks: int, *words: str, weight: float = 1.0, nodes: int = 1) -> RunLayout:
+def _megatron(name: str, ranks: int, *overrides: str, weight: float = 1.0, nodes: int = 1) -> RunLayout:
     place = f"nodes{nodes}-" if nodes > 1 else ""
-    zero = () if any(word.startswith("zero=") for word in words) else ("zero=stage0",)
-    return RunLayout(f"{place}megatron-{name}", ranks, ("engine=megatron", *words, *zero), weight, nodes)
+    zero = () if any(word.startswith("zero=") for word in overrides) else ("zero=stage0",)
+    return RunLayout(f"{place}megatron-{name}", ranks, ("engine=megatron", *overrides, *zero), weight, nodes)
 
 
 TP2, PP2 = "parallel.tensor=2", "parallel.pipeline=2"
@@ -122,7 +122,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a class of faults can be combined with."""
+    """The launchers and the number of nodes that a class of faults can be combined with."""
 
     launchers: Sequence[str]
     nodes: int

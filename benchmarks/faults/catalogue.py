@@ -36,7 +36,7 @@ SMALL_WRITE = 1 << 12
 
 
 class Expected(StrEnum):
-    """How a run must end after the fault."""
+    """The required end of a run after the fault."""
 
     UNAFFECTED = "unaffected"  # the same attempt trains to the end
     RESTARTED = "restarted"  # the launcher restarts the ranks; deepspeed does not, so the command is repeated
@@ -58,9 +58,9 @@ class FaultClass:
         inject: causes the fault in a training run, or before the command starts if ``at_start``.
         prepare: runs before the first command.
         repair: runs between the end of the first command and the second one.
-        words: overrides of all runs of this class.
+        overrides: of all runs of this class.
         disk_mib: size of a small disk for the run's folder; None: the campaign's own disk.
-        remedy_words: overrides that the error of the first command asks for.
+        remedy_overrides: those that the error of the first command asks for.
         missing: returns why the class cannot be injected on this machine; None: it can.
     """
 
@@ -72,9 +72,9 @@ class FaultClass:
     at_start: bool = False
     prepare: Action = nothing
     repair: Action = nothing
-    words: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     disk_mib: int | None = None
-    remedy_words: Callable[[LiveRun], tuple[str, ...]] = lambda run: ()
+    remedy_overrides: Callable[[LiveRun], tuple[str, ...]] = lambda run: ()
     missing: Callable[[], str | None] = lambda: None
 
 
@@ -312,7 +312,7 @@ FAULTS: Mapping[str, FaultClass] = {
         FaultClass("launcher-killed", Expected.STOPPED, kill_launcher, ("torchrun", "deepspeed")),
         FaultClass("preempted", Expected.STOPPED, request_stop),
         FaultClass("rank-paused", Expected.UNAFFECTED, pause_rank),
-        FaultClass("rank-frozen", Expected.RESTARTED, freeze_rank, words=WATCHED),
+        FaultClass("rank-frozen", Expected.RESTARTED, freeze_rank, overrides=WATCHED),
         FaultClass("killed-in-recovery", Expected.RESTARTED, kill_twice, RESTARTING),
         FaultClass("exception", Expected.RESTARTED, order("exception")),
         FaultClass("out-of-memory", Expected.RESTARTED, order("memory")),
@@ -340,7 +340,7 @@ FAULTS: Mapping[str, FaultClass] = {
             damage_checkpoint,
             RESTARTING,
             repair=restore_sole_checkpoint,
-            remedy_words=older_checkpoint,
+            remedy_overrides=older_checkpoint,
         ),
         FaultClass(
             "data-damaged", Expected.STOPPED, damage_data, RESTARTING, prepare=copy_data, repair=restore_byte
@@ -368,7 +368,7 @@ FAULTS: Mapping[str, FaultClass] = {
             cut_link(LINK_LONG_SECONDS),
             ("torchrun",),
             nodes=2,
-            words=WATCHED,
+            overrides=WATCHED,
             missing=why_no_nodes,
         ),
         FaultClass(

@@ -1,4 +1,4 @@
-"""What must hold after every case, whatever the fault was. Each check is a function of the files of the case.
+"""The invariants of every case, whatever the fault was. Each check is a function of the files of the case.
 
 A check returns one sentence for each violation, and nothing if all is well.
 """
@@ -52,7 +52,7 @@ class End:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a case leaves behind.
+    """The files and processes that a case leaves behind.
 
     Attributes:
         run: the run's folder.

@@ -109,7 +109,7 @@ class Started:
         return ranks_of(self.processes())
 
 
-def launch_words(launcher: str, script: Path, words: Sequence[str], ranks: int, port: int) -> list[str]:
+def launch_command(launcher: str, script: Path, overrides: Sequence[str], ranks: int, port: int) -> list[str]:
     """Return the command line on one machine.
 
     Args:
@@ -117,17 +117,17 @@ def launch_words(launcher: str, script: Path, words: Sequence[str], ranks: int, 
     """
     match launcher:
         case "python":
-            return [sys.executable, str(script), *words, f"cluster.cpu_ranks={ranks}"]
+            return [sys.executable, str(script), *overrides, f"cluster.cpu_ranks={ranks}"]
         case "torchrun":
             options = (f"--nproc_per_node={ranks}", f"--master_port={port}", "--max-restarts=3")
-            return [str(BIN / "torchrun"), *options, str(script), *words]
+            return [str(BIN / "torchrun"), *options, str(script), *overrides]
         case "deepspeed":
             return [
                 str(BIN / "deepspeed"),
                 f"--master_port={port}",
                 f"--num_gpus={ranks}",
                 str(script),
-                *words,
+                *overrides,
             ]
     raise ValueError(f"unknown launcher {launcher}")
 
@@ -166,13 +166,15 @@ class Nodes:
         """Connect or disconnect the machines; packets are lost silently."""
         self._nodes.cable(up=up)
 
-    def start(self, script: Path, words: Sequence[str], ranks: int, environ: Mapping[str, str]) -> Started:
+    def start(
+        self, script: Path, overrides: Sequence[str], ranks: int, environ: Mapping[str, str]
+    ) -> Started:
         from tests.cluster.simulated_nodes import torchrun
 
         launchers = []
         for node in self._nodes:
             argv = torchrun(
-                self._nodes, node.number, self._port, str(script), *words, restarts=3, ranks=ranks // 2
+                self._nodes, node.number, self._port, str(script), *overrides, restarts=3, ranks=ranks // 2
             )
             output = self.shared / f"output-{node.number}.txt"
             given = {**ENVIRON, **environ, MARK: self._mark}

@@ -1,4 +1,4 @@
-"""How long a run needed from a fault to its next new step, and which phase dominated.
+"""Measure the time from a fault to the next new step of the run, and its phases.
 
 The witness within the ranks dates the steps (``witness.py``); the run's ``times.json`` dates its attempts.
 """

@@ -26,7 +26,7 @@ from benchmarks.faults.processes import (
     Nodes,
     Started,
     kill_all,
-    launch_words,
+    launch_command,
     marked_processes,
     simulated_nodes,
     start,
@@ -100,18 +100,18 @@ class LiveRun:
             self.environ["TMPDIR"] = str(self.temporary)
 
     def start(self, *extra: str) -> None:
-        words = [
+        overrides = [
             *MODEL,
-            *self.layout.words,
-            *(self.fault.words if self.fault is not None else ()),
+            *self.layout.overrides,
+            *(self.fault.overrides if self.fault is not None else ()),
             f"data.path={self.data}",
             f"run.dir={self.directory.path}",
             *extra,
         ]
         if self.nodes is not None:
-            self.started = self.nodes.start(SCRIPT, words, self.layout.ranks, self.environ)
+            self.started = self.nodes.start(SCRIPT, overrides, self.layout.ranks, self.environ)
             return
-        argv = launch_words(self.case.launcher, SCRIPT, words, self.layout.ranks, self.port)
+        argv = launch_command(self.case.launcher, SCRIPT, overrides, self.layout.ranks, self.port)
         self.started = start(argv, self.folder / "output.txt", self.mark, self.environ)
 
     def find_ranks(self) -> dict[int, psutil.Process]:
@@ -261,7 +261,7 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
             if needs_repair:
                 fault.repair(run)
                 needs_repair = False
-            run.start(*fault.remedy_words(run))
+            run.start(*fault.remedy_overrides(run))
             ends.append(run.wait_for_end())
         if needs_repair:
             fault.repair(run)

@@ -13,7 +13,7 @@ from uuid import uuid4
 import psutil
 
 from benchmarks.faults.cases import BATCH, LAYOUTS, SAVE_EVERY, STEP_SECONDS, STEPS, Case
-from benchmarks.faults.processes import POLL_SECONDS, ROOT, kill_all, launch_words, start
+from benchmarks.faults.processes import POLL_SECONDS, ROOT, kill_all, launch_command, start
 from benchmarks.faults.recovery import read_witness
 from toolkit.cluster.rank_processes import find_free_port
 
@@ -48,14 +48,14 @@ def run_stock(case: Case, folder: Path) -> dict[str, Any]:
         "model": MODEL,
         "batch": BATCH,
         "sequence_length": 32,
-        "stage": int(layout.words[0].removeprefix("zero=stage")),
+        "stage": int(layout.overrides[0].removeprefix("zero=stage")),
         "steps": STEPS,
         "save_every": SAVE_EVERY,
         "step_seconds": STEP_SECONDS,
         "folder": str(folder),
     }
     (folder / "spec.json").write_text(json.dumps(spec))
-    argv = launch_words("torchrun", SCRIPT, [str(folder / "spec.json")], layout.ranks, find_free_port())
+    argv = launch_command("torchrun", SCRIPT, [str(folder / "spec.json")], layout.ranks, find_free_port())
     mark, seconds = uuid4().hex, None
     started = start(argv, folder / "output.txt", mark, ENVIRON)
     deadline = time.monotonic() + COMMAND_SECONDS

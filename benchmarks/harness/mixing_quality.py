@@ -26,10 +26,11 @@ def chi2_per_df(domains: Ints, shares: npt.NDArray[np.float64]) -> float:
     return float(((counts - expected) ** 2 / expected).sum(axis=1).mean() / (len(shares) - 1))
 
 
-def at_scale(samples: int = 4_000_000, batches: int = 200, seed: int = 0) -> dict[str, float]:
-    """Return chi2/df of the first ``batches`` batches after a quarter of the epoch."""
+def at_scale() -> dict[str, float]:
+    """Return chi2/df of the first batches after a quarter of the epoch."""
     from toolkit.data.order.permutation import SampleOrder, block_samples
 
+    samples, batches, seed = 4_000_000, 200, 0
     shares = np.full(DOMAINS, 1 / DOMAINS)
     first, taken = samples // 4, batches * BATCH
     _, ours = SampleOrder(samples, block_samples=block_samples(2048, 2), seed=seed)(

@@ -1,4 +1,4 @@
-"""What the ranks of a pool (toolkit/testing/dist.py) do for planner_cpu.py."""
+"""Functions that planner_cpu.py calls on the ranks of a pool (toolkit/testing/dist.py)."""
 
 from __future__ import annotations
 

@@ -62,9 +62,8 @@ class SlicedJob(TorchrunJob):
 
     def stop(self) -> float:
         """Stop all processes; return the time at which stopping began."""
-        self._members = [*process_tree(self.process.pid)][
-            ::-1
-        ]  # stop ranks before torchrun, which waits for them
+        # Ranks are stopped before torchrun, which waits for them.
+        self._members = [*process_tree(self.process.pid)][::-1]
         begun = time.perf_counter()
         self._signal(signal.SIGSTOP)
         return begun

@@ -55,9 +55,8 @@ class Flood(hooks.Hook):
 class Sleep(hooks.Hook):
     def __init__(self, share: float) -> None:
         self._share = share
-        self._worked = (
-            time.thread_time()
-        )  # the step's wall time would include the time for which the job was stopped
+        # The step's wall time would include the time for which the job was stopped.
+        self._worked = time.thread_time()
 
     def on_step(self, done: hooks.CompletedStep) -> None:
         worked = time.thread_time()

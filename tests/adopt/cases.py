@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from toolkit.adopt.check import settle
+from toolkit.adopt.check import resolve_adoption
 from toolkit.adopt.decide import Adoption, adopt
 from toolkit.adopt.experiment import write_experiment
 from toolkit.adopt.read import read_source
@@ -34,7 +34,7 @@ def sources(name: str) -> tuple[Source, ...]:
 
 @cache
 def adopted(name: str) -> tuple[Adoption, RunPlan]:
-    return settle(adopt(sources(name)), RUNS[name])
+    return resolve_adoption(adopt(sources(name)), RUNS[name])
 
 
 def experiment(name: str) -> str:

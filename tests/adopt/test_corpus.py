@@ -167,7 +167,7 @@ def test_text_of_a_file_is_not_evaluated(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "ds.json").write_text(
         '{"train_batch_size": 8, "wandb": {"enabled": true, "project": "${oc.env:PRIVATE}"}}'
     )
-    from toolkit.adopt.check import settle
+    from toolkit.adopt.check import resolve_adoption
 
     adoption = adopt([read_source(tmp_path / "ds.json")])
-    assert settle(adoption, ["ds.json"])[1].config.monitor.project == "${oc.env:PRIVATE}"
+    assert resolve_adoption(adoption, ["ds.json"])[1].config.monitor.project == "${oc.env:PRIVATE}"

@@ -64,7 +64,7 @@ def test_unknown_class_is_refused() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
 def test_layouts_can_be_planned(layout: RunLayout, tmp_path: Path) -> None:
-    config = compose([*MODEL, *layout.words, f"data.path={tmp_path}", f"run.dir={tmp_path / 'run'}"])
+    config = compose([*MODEL, *layout.overrides, f"data.path={tmp_path}", f"run.dir={tmp_path / 'run'}"])
     world = World(ranks=layout.ranks, ranks_per_node=layout.ranks // layout.nodes, device=Device.CPU)
     assert make_plan(config, world).batch.global_batch == 24
 

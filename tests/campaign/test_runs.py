@@ -1,6 +1,6 @@
 """Faults in real runs, as benchmarks/campaign.py injects them.
 
-pytest tests/campaign/test_runs.py                       two faults in a run of one rank
+pytest tests/campaign/test_runs.py                       a killed rank in a run of one rank
 pytest tests/campaign/test_runs.py -m full -s            a sample of 40 cases; CAMPAIGN_SEED=7 for others
 """
 
@@ -19,10 +19,8 @@ from tests.launch.tiny_runs import prepare_data
 
 SAMPLE = 40
 SEED = int(os.environ.get("CAMPAIGN_SEED", "23"))
-QUICK = (
-    Case(number=0, fault="rank-killed", layout="local", launcher="python", moment=12.5, seed=1),
-    Case(number=1, fault="rank-paused", layout="local", launcher="python", moment=7.3, seed=2),
-)
+KILLED = Case(number=0, fault="rank-killed", layout="local", launcher="python", moment=12.5, seed=1)
+PAUSED = Case(number=1, fault="rank-paused", layout="local", launcher="python", moment=7.3, seed=2)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,9 @@ def unbroken(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.fault)
+@pytest.mark.parametrize(
+    "case", [KILLED, pytest.param(PAUSED, marks=pytest.mark.full)], ids=lambda case: case.fault
+)
 def test_fault_violates_no_invariant(
     case: Case, data: Path, unbroken: dict[int, float], tmp_path: Path
 ) -> None:

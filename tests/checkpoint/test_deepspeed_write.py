@@ -205,7 +205,9 @@ AXES = [
 @pytest.mark.full
 @pytest.mark.parametrize("layout", AXES, ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
-def test_every_axis(family: str, layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+def test_deepspeed_resumes_on_each_axis(
+    family: str, layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path
+) -> None:
     if family == "gpt2" and layout.tensor > 1:
         with pytest.raises(CheckpointError, match="cuts linear layers"):
             layout.target(runs.get(family).source)

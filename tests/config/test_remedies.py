@@ -121,7 +121,7 @@ def _refused_before_the_plan(words: Sequence[str]) -> list[Problem]:
 @pytest.mark.parametrize(
     ("words", "remedy"), AUDIT, ids=lambda value: value[-1] if isinstance(value, tuple) else ""
 )
-def test_remedies_of_the_audit(words: tuple[str, ...], remedy: str) -> None:
+def test_remedies_that_once_failed_work(words: tuple[str, ...], remedy: str) -> None:
     assert any(remedy in problem.remedy for problem in typed_problems(words, None))
     assert check_remedies(words, None) > 0
 
@@ -158,11 +158,6 @@ def test_remedies_of_typing_mistakes(words: list[str], world: World | None) -> N
 @pytest.mark.parametrize(("words", "world"), _cases(rule_cases()))
 def test_remedies_of_rules(words: list[str], world: World | None) -> None:
     check_remedies(words, world)
-
-
-def test_exceptions_are_used() -> None:
-    remedies = " ".join(remedy for *_, remedy in TYPED) + " ".join(word for *_, word in RULES)
-    assert len(NOT_TYPED) < 20, remedies
 
 
 # -- synonyms

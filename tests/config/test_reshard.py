@@ -75,7 +75,7 @@ def test_what_an_action_needs_is_asked_for_and_what_it_does_not_use_is_refused()
             compose_reshard(["source=a", "target=b", f"action={action}"])
 
 
-def test_every_mistake_is_told_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         compose_reshard(["target.zero=stage3", "rate=1", "target.parallel.data=2"])
     assert [problem.key for problem in caught.value.problems] == [

@@ -470,7 +470,7 @@ print(len(read), [numpy.asarray(read[number]).tolist() for number in range(len(r
 
 
 @pytest.mark.full
-def test_megatron_reads_it(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_megatron_reads_the_prepared_documents(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="the extra `megatron` is not installed")
     prepared(corpus, tmp_path / "data", tokenizer)
     command = [sys.executable, "-c", MEGATRON, str(tmp_path / "data" / "train-00000")]

@@ -71,7 +71,7 @@ class Cell:
             has_libaio=here.has_libaio,
         )
 
-    def oracle(self) -> Cell:
+    def reference(self) -> Cell:
         """The cell of the local engine with the same samples, first weights and optimizer."""
         carriage = (
             "engine__",

@@ -31,28 +31,28 @@ TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
 
 
 @cache
-def oracle(local: Cell) -> RunTrace:
+def reference(local: Cell) -> RunTrace:
     return trace(0, 1, local)
 
 
 @cache
 def doubled(local: Cell) -> RunTrace:
-    """The oracle with doubled gradients."""
+    """The reference with doubled gradients."""
     return trace(0, 1, local, task=DoubledGradients())
 
 
 def check_cell(case: Cell, pool: RankPool) -> None:
-    """Check that all ranks return the same results, and that these agree with the oracle.
+    """Check that all ranks return the same results, and that these agree with the reference.
 
-    A cell must be able to fail: with AdamW the oracle must learn; with SGD, which learns too little in 20
-    steps, the oracle with doubled gradients must be far away.
+    A cell must be able to fail: with AdamW the reference must learn; with SGD, which learns too little in 20
+    steps, the reference with doubled gradients must be far away.
     """
     traces = pool.run(trace, case, ranks=case.ranks)
-    found, right = traces[0], oracle(case.oracle())
+    found, right = traces[0], reference(case.reference())
     print(found.distance(right))
     assert all(other.results == found.results for other in traces)
     if set(SGD) <= {key for key, _ in case.more}:
-        check_control(doubled(case.oracle()), right, TOLERANCE)
+        check_control(doubled(case.reference()), right, TOLERANCE)
         assert found.distance(right).times(TOLERANCE) <= 1, f"{found.distance(right)} against {TOLERANCE}"
     else:
         check_parity(found, right, TOLERANCE)
@@ -68,7 +68,7 @@ def duplicating(rank: int, ranks: int, case: Cell) -> RunTrace:
 
 def far(wrong: RunTrace, case: Cell) -> None:
     """Assert a large difference of the loss itself; that of weights alone would be weaker evidence."""
-    distance = wrong.distance(oracle(case.oracle()))
+    distance = wrong.distance(reference(case.reference()))
     print(distance)
     assert distance.loss > 10 * TOLERANCE.loss, (
         f"a wrong run passes as correct: {distance} against {TOLERANCE}"

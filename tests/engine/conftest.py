@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.engine.matrix_checks import Oracles
+from tests.engine.matrix_checks import References
 from tests.engine.resuming import Saved
 from toolkit.testing.dist import RankPool, rank_pool
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Use one thread for the oracle, which runs in the test process next to waiting ranks."""
+    """Use one thread for the reference, which runs in the test process next to waiting ranks."""
     torch.set_num_threads(1)
 
 
@@ -30,5 +30,5 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.fixture(scope="session")
-def oracles(pool: RankPool) -> Oracles:
-    return Oracles(pool)
+def references(pool: RankPool) -> References:
+    return References(pool)

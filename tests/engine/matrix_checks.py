@@ -19,16 +19,16 @@ def named(name: str) -> Cell:
     return cell
 
 
-class Oracles:
-    """Runs each oracle (family, sizes, optimizer) once."""
+class References:
+    """Runs each reference (family, sizes, optimizer) once."""
 
     def __init__(self, pool: RankPool) -> None:
         self.of = cache(lambda cell, case: measure_cell(cell, case, pool, Device.CPU))
 
 
-def check(cell: Cell, case: OptimizerCase, pool: RankPool, oracles: Oracles) -> None:
+def check(cell: Cell, case: OptimizerCase, pool: RankPool, references: References) -> None:
     verdict, cause, differences = judge(
-        cell, measure_cell(cell, case, pool, Device.CPU), oracles.of(cell.oracle(), case)
+        cell, measure_cell(cell, case, pool, Device.CPU), references.of(cell.reference(), case)
     )
     assert verdict.good, f"{verdict}: {cause}; {differences}"
     if verdict is ParityVerdict.FLIP:
@@ -56,9 +56,9 @@ def wrong_on_rank(
         return measure(rank, ranks, plan, **settings)
 
 
-def far(cell: Cell, case: OptimizerCase, found: Measured, oracles: Oracles) -> None:
+def far(cell: Cell, case: OptimizerCase, found: Measured, references: References) -> None:
     """Assert a large difference of the loss itself; that of weights alone would be weaker evidence."""
-    loss = found.trace.distance(oracles.of(cell.oracle(), case).trace).loss
+    loss = found.trace.distance(references.of(cell.reference(), case).trace).loss
     print(loss)
     assert loss > 10 * TOLERANCE.loss, (
         f"a wrong run passes as correct: {loss:.1e} against {TOLERANCE.loss:.0e}"

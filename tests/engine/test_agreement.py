@@ -111,16 +111,18 @@ TOLERANCES = {"fp16": parity.Distance(2e-4, 2e-3, 2e-4), "muon": parity.Distance
 @pytest.mark.parametrize("name", RUNS)
 def test_local_engine_matches_deepspeed_on_one_rank(name: str) -> None:
     """Dropout masks, skipped steps, loss scales and clipped Muon updates are equal in both engines."""
-    oracle = parity.run_trace(tiny_plan(**RUNS[name]), steps=12)
+    reference = parity.run_trace(tiny_plan(**RUNS[name]), steps=12)
     plan = tiny_plan(**RUNS[name], engine__name=EngineName.deepspeed, zero__stage=1)
     found = run_ranks(trace, 1, plan)[0]
-    assert [result.skipped for result in found.results] == [result.skipped for result in oracle.results]
-    assert [result.loss_scale for result in found.results] == [result.loss_scale for result in oracle.results]
-    assert any(result.skipped for result in oracle.results) is (name == "fp16")
-    taken = [(a, b) for a, b in zip(found.results, oracle.results, strict=True) if not b.skipped]
+    assert [result.skipped for result in found.results] == [result.skipped for result in reference.results]
+    assert [result.loss_scale for result in found.results] == [
+        result.loss_scale for result in reference.results
+    ]
+    assert any(result.skipped for result in reference.results) is (name == "fp16")
+    taken = [(a, b) for a, b in zip(found.results, reference.results, strict=True) if not b.skipped]
     ours, theirs = (
         parity.RunTrace(tuple(pair[side] for pair in taken), trace.weights)
-        for side, trace in ((0, found), (1, oracle))
+        for side, trace in ((0, found), (1, reference))
     )
     assert ours.distance(theirs).times(TOLERANCES.get(name, parity.TOLERANCE)) <= 1, ours.distance(theirs)
 

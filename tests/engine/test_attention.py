@@ -174,7 +174,7 @@ def difference(
     cell = named(name)
     plan = with_attention(cell.plan(OptimizerCase.SGD, **changes), kernel)
     found = pool.run(losses, plan, wrong, ranks=cell.ranks)[0]
-    right = pool.run(losses, cell.oracle().plan(OptimizerCase.SGD), ranks=1)[0]
+    right = pool.run(losses, cell.reference().plan(OptimizerCase.SGD), ranks=1)[0]
     return max(abs(a - b) for a, b in zip(found, right, strict=True))
 
 

@@ -212,7 +212,7 @@ def test_evaluation_does_not_change_training(case: Cell, pool: RankPool) -> None
     plain, _ = pool.run(evaluating, case, 0, ranks=2)[0]
     results, evaluations = pool.run(evaluating, case, 1, ranks=2)[0]
     assert results == plain
-    _, expected = evaluating(0, 1, replace(case.oracle(), more=()), 1)
+    _, expected = evaluating(0, 1, replace(case.reference(), more=()), 1)
     assert evaluations[0][1] == expected[0][1]
     assert evaluations[0][0] == pytest.approx(expected[0][0], rel=1e-6)
 
@@ -229,7 +229,7 @@ def test_bf16_matches_local_bf16(stage: int, pool: RankPool) -> None:
     case = cell(stage, **BF16)
     check_parity(
         pool.run(trace, case, ranks=2)[0],
-        trace(0, 1, case.oracle()),
+        trace(0, 1, case.reference()),
         Distance(loss=1e-3, norm=1e-2, weight=1e-3),
     )
 
@@ -294,7 +294,7 @@ MUON: dict[str, Any] = {"optim__name": "muon", "optim__momentum": 0.95, "optim__
 def test_muon_matches_local(stage: int, pool: RankPool) -> None:
     """The gradient norm is that of the orthogonalized update under every stage, as in the local engine."""
     case = cell(stage, **MUON)
-    found, expected = pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle())
+    found, expected = pool.run(trace, case, ranks=2)[0], trace(0, 1, case.reference())
     distance = found.distance(expected)
     assert expected.losses[0] - expected.losses[-1] > 0.3
     assert distance.loss <= 1e-3, str(distance)
@@ -307,7 +307,7 @@ def test_muon_matches_local(stage: int, pool: RankPool) -> None:
 def test_cpu_adam_matches_local(stage: int, pool: RankPool) -> None:
     """DeepSpeed's vectorized Adam, which is compiled on first use (a minute)."""
     case = cell(stage, **{**OFFLOAD, "optim__kernel": OptimizerKernel.cpu})
-    check_parity(pool.run(trace, case, ranks=2, timeout=500)[0], trace(0, 1, case.oracle()), TOLERANCE)
+    check_parity(pool.run(trace, case, ranks=2, timeout=500)[0], trace(0, 1, case.reference()), TOLERANCE)
 
 
 # -- NVMe
@@ -354,7 +354,7 @@ def own(name: str, stage: int, ranks: int = 2, **more: Any) -> Cell:
 @pytest.mark.parametrize("stage", quick([0, 1, 2, 3], 3))
 def test_frozen_parameters_of_a_custom_module_match_local(stage: int, pool: RankPool) -> None:
     case = own("Mixer", stage)
-    found, expected = pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle())
+    found, expected = pool.run(trace, case, ranks=2)[0], trace(0, 1, case.reference())
     assert "embed.weight" in expected.weights
     check_parity(found, expected, TOLERANCE)
 
@@ -371,7 +371,7 @@ SOMETIMES = [
 @pytest.mark.parametrize("case", SOMETIMES, ids=str)
 def test_parameters_unused_by_some_micro_batches_match_local(case: Cell, pool: RankPool) -> None:
     """Without the patches, ZeRO 3 and offload use gradients of earlier steps (loss 0.1 off)."""
-    check_parity(pool.run(trace, case, ranks=case.ranks)[0], trace(0, 1, case.oracle()), TOLERANCE)
+    check_parity(pool.run(trace, case, ranks=case.ranks)[0], trace(0, 1, case.reference()), TOLERANCE)
 
 
 # -- The process afterwards

@@ -43,8 +43,8 @@ from tests.engine.checks import (
     duplicating,
     far,
     gather_state,
-    oracle,
     ramped,
+    reference,
 )
 from tests.engine.resuming import Saved, check_pairs, check_same
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
@@ -82,7 +82,7 @@ def everything() -> Iterator[Cell]:
             yield cell(stage, 4, 2, **axis, **now)
             yield cell(
                 stage, 4, 1, **axis, **other
-            )  # other families' oracles learn too little with fewer samples per step
+            )  # other families' references learn too little with fewer samples per step
             yield from (
                 cell(stage, 2, 2, family, **axis, **turns[(stage + number) % 2])
                 for number, family in enumerate(families)
@@ -135,7 +135,7 @@ def test_bf16_matches_local_bf16(case: Cell, pool: RankPool) -> None:
     case = replace(case, more=(*case.more, *BF16.items()))
     check_parity(
         pool.run(trace, case, ranks=2)[0],
-        trace(0, 1, case.oracle()),
+        trace(0, 1, case.reference()),
         Distance(loss=2e-3, norm=3e-2, weight=1e-2),
     )
 
@@ -199,7 +199,7 @@ def test_control_unreduced_norms_of_heads(pool: RankPool) -> None:
     """Measured: the weights differ by 1.8e-3, the loss after 20 steps by 7e-5."""
     case = cell(1, 2, 2, "qwen3", **TENSOR, **SGD)
     wrong = pool.run(trace_without_norm_reduction, case, ranks=2)[0]
-    assert wrong.distance(oracle(case.oracle())).weight > 10 * TOLERANCE.weight
+    assert wrong.distance(reference(case.reference())).weight > 10 * TOLERANCE.weight
 
 
 # -- State
@@ -264,7 +264,7 @@ def evaluating(rank: int, ranks: int, case: Cell, every: bool) -> tuple[list[Ste
 def test_evaluation_matches_local_and_does_not_change_training(case: Cell, pool: RankPool) -> None:
     answers = pool.run(evaluating, case, True, ranks=2)
     plain, _ = pool.run(evaluating, case, False, ranks=2)[0]
-    _, expected = evaluating(0, 1, case.oracle(), True)
+    _, expected = evaluating(0, 1, case.reference(), True)
     for results, evaluations in answers:
         assert results == plain
         for found, right in zip(evaluations, expected, strict=True):

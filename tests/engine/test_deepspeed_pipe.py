@@ -32,7 +32,7 @@ from tests.engine.cases import (
     steps,
     trace,
 )
-from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, far, oracle
+from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, far, reference
 from tests.engine.memory_measures import Bytes, gradients, states, weights
 from tests.engine.resuming import assert_same, resume, save_and_go_on
 from toolkit.checkpoint import open_reader
@@ -177,7 +177,7 @@ def traced(rank: int, ranks: int, case: Cell, steps: int) -> RunTrace:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_bf16_matches_local_bf16(family: str, more: dict[str, Any], pool: RankPool) -> None:
     case = pipe(1, family=family, layers=3, optim__lr=1e-3, **BF16, **more)
-    distance = pool.run(trace, case, ranks=2)[0].distance(trace(0, 1, case.oracle()))
+    distance = pool.run(trace, case, ranks=2)[0].distance(trace(0, 1, case.reference()))
     print(distance)
     assert distance.times(Distance(loss=1e-3, norm=1.5e-2, weight=1e-3)) <= 1, distance
 
@@ -203,7 +203,7 @@ def test_batch_ramp_matches_local(stage: int, pool: RankPool) -> None:
     case = pipe(stage, train__global_batch=12, train__batch_ramp=ramp)
     plan = case.plan()
     assert len({plan.batch.at(step).accumulation for step in range(20)}) > 2
-    check_parity(pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle()), TOLERANCE)
+    check_parity(pool.run(trace, case, ranks=2)[0], trace(0, 1, case.reference()), TOLERANCE)
 
 
 def results(rank: int, ranks: int, case: Cell, count: int = 4) -> list[StepResult]:
@@ -249,7 +249,7 @@ def test_evaluation_matches_local_and_does_not_change_training(case: Cell, pool:
     every = pool.run(evaluated, case, ranks=case.ranks)
     assert all(other == every[0] for other in every)
     went_on, whole, short = every[0]
-    _, local_whole, local_short = evaluated(0, 1, case.oracle())
+    _, local_whole, local_short = evaluated(0, 1, case.reference())
     assert whole.tokens == local_whole.tokens
     assert whole.loss_sum / whole.tokens == pytest.approx(local_whole.loss_sum / whole.tokens, abs=1e-5)
     if case.data == 1:
@@ -345,7 +345,7 @@ def one_after_another(rank: int, ranks: int, first: Cell, second: Cell) -> RunTr
 def test_close_releases_pipeline_groups(pool: RankPool) -> None:
     second = cell(1, 2, 2, **SGD)
     found = pool.run(one_after_another, pipe(1, **SGD), second, ranks=2)[0]
-    assert found.distance(oracle(second.oracle())).times(TOLERANCE) <= 1
+    assert found.distance(reference(second.reference())).times(TOLERANCE) <= 1
 
 
 # -- Memory

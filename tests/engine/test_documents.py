@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.engine.cases import quick
-from tests.engine.matrix_checks import Oracles, changed, check, far, named, wrong_on_rank
+from tests.engine.matrix_checks import References, changed, check, far, named, wrong_on_rank
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
@@ -35,8 +35,8 @@ QUICK = (
 
 
 @pytest.mark.parametrize("name", quick(QUICK, 0, 2, 4, 5))
-def test_separate_documents_match_local(name: str, pool: RankPool, oracles: Oracles) -> None:
-    check(named(f"{name}-documents"), OptimizerCase.ADAM, pool, oracles)
+def test_separate_documents_match_local(name: str, pool: RankPool, references: References) -> None:
+    check(named(f"{name}-documents"), OptimizerCase.ADAM, pool, references)
 
 
 def joined(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
@@ -99,12 +99,12 @@ CONTROLS: dict[str, tuple[str, Callable[[RunPlan], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", quick(CONTROLS, 0, 3))
-def test_controls(name: str, pool: RankPool, oracles: Oracles) -> None:
+def test_controls(name: str, pool: RankPool, references: References) -> None:
     cell_name, wrong, settings = CONTROLS[name]
     cell = named(f"{cell_name}-documents")
     far(
         cell,
         OptimizerCase.ADAM,
         pool.run(wrong_on_rank, cell.plan(OptimizerCase.ADAM), wrong, settings, ranks=cell.ranks)[0],
-        oracles,
+        references,
     )

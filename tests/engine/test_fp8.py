@@ -94,7 +94,9 @@ def test_losses_stay_near_those_of_bf16(bf16_losses: list[float]) -> None:
     assert farthest(losses, bf16_losses) < BAND
 
 
-def test_control_without_scales(bf16_losses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_without_scaling_exceeds_the_tolerance(
+    bf16_losses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Small gradients underflow in fp8 unless they are scaled: 0.029 nats."""
 
     def unscaled(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

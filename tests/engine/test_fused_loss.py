@@ -80,10 +80,10 @@ def measured(pool: RankPool, cell: Cell, **more: Any) -> Measured:
 
 
 def expected(pool: RankPool, cell: Cell, plain: dict[Cell, Measured]) -> Measured:
-    oracle = cell.oracle()
-    if oracle not in plain:
-        plain[oracle] = measured(pool, oracle)
-    return plain[oracle]
+    reference = cell.reference()
+    if reference not in plain:
+        plain[reference] = measured(pool, reference)
+    return plain[reference]
 
 
 @pytest.mark.parametrize("cell", quick(CELLS, 0, 1, 2, 3), ids=lambda cell: cell.name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.cases import OFFLOAD_ALL, SGD, Cell, cell, make, quick, steps, trace
-from tests.engine.checks import TOLERANCE, check_cell, oracle
+from tests.engine.checks import TOLERANCE, check_cell, reference
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import RunTrace, rank_samples
@@ -34,7 +34,7 @@ def test_hpz_matches_local(case: Cell, pool: RankPool) -> None:
 def test_hpz_frozen_parameters_match_local(pool: RankPool) -> None:
     case = hpz(2, **FROZEN)
     found = pool.run(trace, case, ranks=4)[0]
-    assert found.distance(oracle(case.oracle())).times(TOLERANCE) <= 1
+    assert found.distance(reference(case.reference())).times(TOLERANCE) <= 1
 
 
 def trace_with_stale_partitions(rank: int, ranks: int, case: Cell) -> RunTrace:
@@ -51,7 +51,7 @@ def trace_with_stale_partitions(rank: int, ranks: int, case: Cell) -> RunTrace:
 
 @pytest.mark.parametrize("case", quick([hpz(2), hpz(2, **FROZEN)], 0), ids=str)
 def test_control_stale_secondary_partitions(case: Cell, pool: RankPool) -> None:
-    loss = pool.run(trace_with_stale_partitions, case, ranks=4)[0].distance(oracle(case.oracle())).loss
+    loss = pool.run(trace_with_stale_partitions, case, ranks=4)[0].distance(reference(case.reference())).loss
     assert math.isnan(loss) or loss > 10 * TOLERANCE.loss
 
 
@@ -79,7 +79,7 @@ def evaluate_and_reload(rank: int, ranks: int, case: Cell) -> tuple[list[float],
 def test_evaluation_and_reload_leave_no_stale_partitions(threshold: int, pool: RankPool) -> None:
     case = hpz(2, threshold=threshold)
     losses, copies = pool.run(evaluate_and_reload, case, ranks=4)[0]
-    right = oracle(case.oracle()).losses[:3]
+    right = reference(case.reference()).losses[:3]
     assert losses == pytest.approx([*right, right[0]], abs=TOLERANCE.loss)
     more = tuple((key, value) for key, value in case.more if key != "zero__hpz_partition_size")
     plain = replace(case, more=more).plan().memory

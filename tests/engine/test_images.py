@@ -27,20 +27,20 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def oracle(tiles: Path) -> RunTrace:
+def reference(tiles: Path) -> RunTrace:
     return trace_images(0, 1, image_plan(tiles, **BATCH))
 
 
-def test_zero2_on_two_ranks_matches_local(tiles: Path, oracle: RunTrace, pool: RankPool) -> None:
+def test_zero2_on_two_ranks_matches_local(tiles: Path, reference: RunTrace, pool: RankPool) -> None:
     traces = pool.run(trace_images, image_plan(tiles, ranks=2, zero__stage=2, **BATCH), ranks=2)
-    check_parity(traces[0], oracle, TOLERANCE)
+    check_parity(traces[0], reference, TOLERANCE)
     assert traces[0].results == traces[1].results
 
 
-def test_control_another_sample_order(tiles: Path, oracle: RunTrace) -> None:
+def test_control_another_sample_order(tiles: Path, reference: RunTrace) -> None:
     """The same images, shuffled by another seed."""
     plan = image_plan(tiles, data__shuffle_seed=1, **BATCH)
-    check_control(trace_images(0, 1, plan), oracle, TOLERANCE)
+    check_control(trace_images(0, 1, plan), reference, TOLERANCE)
 
 
 def test_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> None:
@@ -57,14 +57,14 @@ def test_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "ranks", "micro"), [(0, 2, 8), (1, 2, 2), (2, 4, 1), (3, 2, 4), (3, 4, 2)])
 def test_every_stage_matches_local(
-    stage: int, ranks: int, micro: int, tiles: Path, oracle: RunTrace, pool: RankPool
+    stage: int, ranks: int, micro: int, tiles: Path, reference: RunTrace, pool: RankPool
 ) -> None:
     plan = image_plan(tiles, ranks=ranks, zero__stage=stage, **{**BATCH, "train__micro_batch": micro})
-    check_parity(pool.run(trace_images, plan, ranks=ranks)[0], oracle, TOLERANCE)
+    check_parity(pool.run(trace_images, plan, ranks=ranks)[0], reference, TOLERANCE)
 
 
 @pytest.mark.full
-def test_bf16_learns(tiles: Path, oracle: RunTrace, pool: RankPool) -> None:
+def test_bf16_learns(tiles: Path, reference: RunTrace, pool: RankPool) -> None:
     plan = image_plan(tiles, ranks=2, zero__stage=2, precision__name=Precision.bf16, **BATCH)
     losses = pool.run(trace_images, plan, ranks=2)[0].losses
-    assert max(abs(a - b) for a, b in zip(losses, oracle.losses, strict=True)) < 0.1
+    assert max(abs(a - b) for a, b in zip(losses, reference.losses, strict=True)) < 0.1

@@ -176,8 +176,10 @@ def test_bf16_keeps_masters() -> None:
     plan, full = tiny_plan(precision__name=Precision.bf16), tiny_plan()
     engine = started(plan)
     results = steps(engine, plan, 0, 20)
-    oracle = steps(started(full), full, 0, 20)
-    assert [result.loss for result in results] == pytest.approx([result.loss for result in oracle], abs=5e-3)
+    reference = steps(started(full), full, 0, 20)
+    assert [result.loss for result in results] == pytest.approx(
+        [result.loss for result in reference], abs=5e-3
+    )
     state = MemoryReader.from_engine(engine).state
     masters = {key.name: value for key, value in state.items() if key.state == MASTER}
     assert len(masters) == len(plan.parameters)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.matrix_checks import Oracles, changed, check, far, named, right, wrong_on_rank
+from tests.engine.matrix_checks import References, changed, check, far, named, right, wrong_on_rank
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import ALL, CORE, TOLERANCE, Cell, OptimizerCase, select_cells
@@ -45,8 +45,8 @@ QUICK_CASES = [(cell, cell.cases[number % len(cell.cases)]) for number, cell in 
 
 
 @pytest.mark.parametrize(("cell", "case"), QUICK_CASES, ids=str)
-def test_cells_match_local(cell: Cell, case: OptimizerCase, pool: RankPool, oracles: Oracles) -> None:
-    check(cell, case, pool, oracles)
+def test_cells_match_local(cell: Cell, case: OptimizerCase, pool: RankPool, references: References) -> None:
+    check(cell, case, pool, references)
 
 
 # ``launch/verify.py --cells all`` runs all cells with both optimizers.
@@ -58,14 +58,16 @@ FULL = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("cell", "case"), FULL, ids=str)
-def test_all_cells_match_local(cell: Cell, case: OptimizerCase, pool: RankPool, oracles: Oracles) -> None:
-    check(cell, case, pool, oracles)
+def test_all_cells_match_local(
+    cell: Cell, case: OptimizerCase, pool: RankPool, references: References
+) -> None:
+    check(cell, case, pool, references)
 
 
-def test_idle_experts_get_no_token(oracles: Oracles) -> None:
+def test_idle_experts_get_no_token(references: References) -> None:
     """In idle cells two experts of each layer, different in both layers, get all tokens."""
-    cell = named("deepspeed/mixtral/ep2-dp2-zero1-idle").oracle()
-    right = oracles.of(cell, OptimizerCase.SGD)
+    cell = named("deepspeed/mixtral/ep2-dp2-zero1-idle").reference()
+    right = references.of(cell, OptimizerCase.SGD)
     for layer, visited in ((0, slice(0, 2)), (1, slice(2, 4))):
         gradient = right.gradients[f"model.layers.{layer}.mlp.experts.down_proj"]
         assert [bool(expert.any()) for expert in gradient] == [
@@ -180,32 +182,34 @@ QUICK_CONTROLS = ("doubled gradients", "rotated query groups", "activations cros
     "name",
     [pytest.param(name, marks=() if name in QUICK_CONTROLS else pytest.mark.full) for name in CONTROLS],
 )
-def test_control_is_far_from_the_oracle(name: str, pool: RankPool, oracles: Oracles) -> None:
+def test_control_is_far_from_the_reference(name: str, pool: RankPool, references: References) -> None:
     cell_name, case, wrong, settings = CONTROLS[name]
     cell = named(cell_name)
-    far(cell, case, pool.run(wrong_on_rank, cell.plan(case), wrong, settings, ranks=cell.ranks)[0], oracles)
+    far(
+        cell, case, pool.run(wrong_on_rank, cell.plan(case), wrong, settings, ranks=cell.ranks)[0], references
+    )
 
 
 @pytest.mark.full
-def test_control_no_clipping(pool: RankPool, oracles: Oracles) -> None:
+def test_control_no_clipping(pool: RankPool, references: References) -> None:
     cell = named("megatron/llama/tp2-sp")
     plan = cell.plan(OptimizerCase.ADAM, optim__clip=0.0)
-    far(cell, OptimizerCase.ADAM, pool.run(wrong_on_rank, plan, right, {}, ranks=cell.ranks)[0], oracles)
+    far(cell, OptimizerCase.ADAM, pool.run(wrong_on_rank, plan, right, {}, ranks=cell.ranks)[0], references)
 
 
 @pytest.mark.parametrize("name", ["deepspeed/llama/dp2-zero1", "megatron/llama/dp2-zero1"])
 def test_sgd_adds_weight_decay_to_the_gradient_on_every_engine(name: str, pool: RankPool) -> None:
     """Decay enters the momentum, as in torch's SGD. Control: without decay the weights differ."""
     cell, settings = named(name), {"optim__momentum": 0.9, "optim__lr": 0.02}
-    found, oracle, control = (
+    found, reference, control = (
         pool.run(
             measure_steps, one.plan(OptimizerCase.SGD, **settings, optim__weight_decay=decay), ranks=one.ranks
         )[0]
-        for one, decay in ((cell, 0.3), (cell.oracle(), 0.3), (cell.oracle(), 0.0))
+        for one, decay in ((cell, 0.3), (cell.reference(), 0.3), (cell.reference(), 0.0))
     )
-    differences = found.differences(oracle)
+    differences = found.differences(reference)
     assert not differences.over(TOLERANCE), differences
-    assert control.differences(oracle).weight > 100 * TOLERANCE.weight
+    assert control.differences(reference).weight > 100 * TOLERANCE.weight
 
 
 def measure_steps(rank: int, ranks: int, plan: RunPlan) -> Measured:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.matrix_checks import Oracles, changed, check, far, wrong_on_rank
+from tests.engine.matrix_checks import References, changed, check, far, wrong_on_rank
 from toolkit.config.optim import OptimizerKernel
 from toolkit.engine.megatron import patches
 from toolkit.plan.types import KernelChoice, RunPlan
@@ -40,8 +40,8 @@ FULL = [
 
 
 @pytest.fixture(scope="module")
-def oracles(pool: RankPool) -> Oracles:
-    return Oracles(pool)
+def references(pool: RankPool) -> References:
+    return References(pool)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def oracles(pool: RankPool) -> Oracles:
     ],
     ids=str,
 )
-def test_fused_kernels_match_local(cell: Cell, pool: RankPool, oracles: Oracles) -> None:
-    check(cell, OptimizerCase.ADAM, pool, oracles)
+def test_fused_kernels_match_local(cell: Cell, pool: RankPool, references: References) -> None:
+    check(cell, OptimizerCase.ADAM, pool, references)
 
 
 @contextmanager
@@ -67,21 +67,21 @@ def without_weight_gradients(plan: RunPlan) -> Iterator[None]:
         yield
 
 
-def test_control_without_weight_gradients(pool: RankPool, oracles: Oracles) -> None:
+def test_control_without_weight_gradients(pool: RankPool, references: References) -> None:
     plan = GPT2.plan(OptimizerCase.ADAM)
     found = pool.run(wrong_on_rank, plan, without_weight_gradients, {}, ranks=1)[0]
-    far(GPT2, OptimizerCase.ADAM, found, oracles)
+    far(GPT2, OptimizerCase.ADAM, found, references)
 
 
 @pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_fused_adamw_matches_local(zero: int, pool: RankPool, oracles: Oracles) -> None:
+def test_fused_adamw_matches_local(zero: int, pool: RankPool, references: References) -> None:
     cell = megatron("llama", zero=zero)
     plan = cell.plan(OptimizerCase.ADAM)
     fused = KernelChoice(OptimizerKernel.fused.value, "the plan of a GPU")
     plan = replace(plan, kernels=replace(plan.kernels, optimizer=fused))
     (found, fused_steps), *_ = pool.run(measure_and_count_fused_updates, plan, ranks=1)
     assert fused_steps >= STEPS
-    assert found.differences(oracles.of(cell.oracle(), OptimizerCase.ADAM)).over(cell.allowed) == []
+    assert found.differences(references.of(cell.reference(), OptimizerCase.ADAM)).over(cell.allowed) == []
 
 
 def measure_and_count_fused_updates(rank: int, ranks: int, plan: RunPlan) -> tuple[Measured, int]:
@@ -195,16 +195,18 @@ def shifted_experts(plan: RunPlan) -> Iterator[None]:
 MIXTRAL = megatron("mixtral", data=2, expert=2)
 
 
-def test_grouped_experts_match_local(pool: RankPool, oracles: Oracles) -> None:
+def test_grouped_experts_match_local(pool: RankPool, references: References) -> None:
     """A checkpoint is loaded into, and gathered from, tensors with other names, in both products."""
     plan = MIXTRAL.plan(OptimizerCase.ADAM)
     found = pool.run(wrong_on_rank, plan, grouped_experts, {}, ranks=2)[0]
-    assert found.differences(oracles.of(MIXTRAL.oracle(), OptimizerCase.ADAM)).over(MIXTRAL.allowed) == []
+    assert (
+        found.differences(references.of(MIXTRAL.reference(), OptimizerCase.ADAM)).over(MIXTRAL.allowed) == []
+    )
 
 
-def test_control_shifted_experts(pool: RankPool, oracles: Oracles) -> None:
+def test_control_shifted_experts(pool: RankPool, references: References) -> None:
     found = pool.run(wrong_on_rank, MIXTRAL.plan(OptimizerCase.ADAM), shifted_experts, {}, ranks=2)[0]
-    assert found.differences(oracles.of(MIXTRAL.oracle(), OptimizerCase.ADAM)).over(MIXTRAL.allowed)
+    assert found.differences(references.of(MIXTRAL.reference(), OptimizerCase.ADAM)).over(MIXTRAL.allowed)
 
 
 def initial_state(rank: int, ranks: int, plan: RunPlan, grouped: bool) -> dict[str, torch.Tensor]:

@@ -93,7 +93,7 @@ def matrix_of(engine: Any) -> nn.Parameter:
 
 
 @cache
-def oracle(case: Cell, poisoned: int | None = POISONED) -> Skipped:
+def reference(case: Cell, poisoned: int | None = POISONED) -> Skipped:
     return poisoned_run(0, 1, case, poisoned)
 
 
@@ -159,7 +159,7 @@ def test_every_layout_skips_a_nonfinite_step(case: Cell, pool: RankPool) -> None
     assert math.isfinite(results[POISONED].loss), "forward was sound"
     assert names(found.before, found.after) == []
     assert found.scalars[OPTIMIZER_STEP] == STEPS - 1, "Adam's count of steps is part of the state"
-    local = oracle(case.oracle())
+    local = reference(case.reference())
     tolerance = next((TOLERANCES[key] for key, _ in case.more if key in TOLERANCES), TOLERANCE)
     finite = [
         RunTrace(tuple(result for result in run.results if not result.skipped), run.weights)
@@ -171,12 +171,12 @@ def test_every_layout_skips_a_nonfinite_step(case: Cell, pool: RankPool) -> None
 
 def test_control_runs_differ_from_a_skipped_step() -> None:
     """A run that applies the step, and one that skips another step."""
-    case = cell().oracle()
-    for other in (oracle(case, None), oracle(case, POISONED - 1)):
+    case = cell().reference()
+    for other in (reference(case, None), reference(case, POISONED - 1)):
         assert (
             max(
                 float((other.trace.weights[name] - value).abs().max())
-                for name, value in oracle(case).trace.weights.items()
+                for name, value in reference(case).trace.weights.items()
             )
             > 5 * TOLERANCE.weight
         )

@@ -65,8 +65,8 @@ def on_rank(rank: int, ranks: int, plan: RunPlan) -> Measured:
 
 
 @pytest.fixture(scope="module")
-def oracles(pool: RankPool) -> dict[Any, Measured]:
-    cell = SINGLE[0].oracle()
+def references(pool: RankPool) -> dict[Any, Measured]:
+    cell = SINGLE[0].reference()
     return {
         (samples, coefficient): measured(pool, cell, samples, coefficient)
         for samples, coefficient in ((2, COEFFICIENT), (8, COEFFICIENT), (2, 0.0))
@@ -75,27 +75,27 @@ def oracles(pool: RankPool) -> dict[Any, Measured]:
 
 @pytest.mark.parametrize("cell", quick(SINGLE, 0, 3), ids=lambda cell: cell.name)
 def test_router_loss_of_one_micro_batch_matches_local(
-    cell: Cell, pool: RankPool, oracles: dict[Any, Measured]
+    cell: Cell, pool: RankPool, references: dict[Any, Measured]
 ) -> None:
-    agree(measured(pool, cell, 2, COEFFICIENT), oracles[2, COEFFICIENT])
+    agree(measured(pool, cell, 2, COEFFICIENT), references[2, COEFFICIENT])
 
 
 @pytest.mark.parametrize("cell", quick(SEVERAL, 1), ids=lambda cell: cell.name)
 def test_router_loss_of_several_micro_batches_matches_local(
-    cell: Cell, pool: RankPool, oracles: dict[Any, Measured]
+    cell: Cell, pool: RankPool, references: dict[Any, Measured]
 ) -> None:
-    agree(measured(pool, cell, 8, COEFFICIENT), oracles[8, COEFFICIENT])
+    agree(measured(pool, cell, 8, COEFFICIENT), references[8, COEFFICIENT])
 
 
-def agree(found: Measured, oracle: Measured) -> None:
-    differences = found.differences(oracle)
+def agree(found: Measured, reference: Measured) -> None:
+    differences = found.differences(reference)
     assert not differences.over(TOLERANCE), differences
 
 
-def test_control_zero_coefficient(oracles: dict[Any, Measured]) -> None:
+def test_control_zero_coefficient(references: dict[Any, Measured]) -> None:
     """The loss, which includes it, and the routers' gradients differ."""
-    differences = oracles[2, 0.0].differences(oracles[2, COEFFICIENT])
+    differences = references[2, 0.0].differences(references[2, COEFFICIENT])
     assert differences.loss > COEFFICIENT, "a balanced router has a loss of 2, times the coefficient"
     assert differences.gradient is not None
     assert differences.gradient > 0.05
-    assert oracles[2, 0.0].evaluation != oracles[2, COEFFICIENT].evaluation, "it was trained"
+    assert references[2, 0.0].evaluation != references[2, COEFFICIENT].evaluation, "it was trained"

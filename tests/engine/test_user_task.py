@@ -61,29 +61,29 @@ def trace_texts(rank: int, ranks: int, plan: RunPlan, task: Task | None = None) 
 
 
 @pytest.fixture(scope="module")
-def table_oracle() -> RunTrace:
+def table_reference() -> RunTrace:
     return trace_tables(0, 1, tiny_plan(None, **NETWORK, optim__lr=1e-2))
 
 
 @pytest.fixture(scope="module")
-def text_oracle() -> RunTrace:
+def text_reference() -> RunTrace:
     return trace_texts(0, 1, tiny_plan("llama", **TEXT))
 
 
-def test_zero3_matches_local_with_uneven_units(table_oracle: RunTrace, pool: RankPool) -> None:
+def test_zero3_matches_local_with_uneven_units(table_reference: RunTrace, pool: RankPool) -> None:
     plan = tiny_plan(None, ranks=2, zero__stage=3, **NETWORK, optim__lr=1e-2)
     assert plan.batch.at(0).accumulation == 2
     units = {sum(int((batch["weight"] > 0).sum()) for batch in tables(plan, 0, rank)) for rank in (0, 1)}
     assert len(units) == 2, "ranks have different units"
-    check_parity(pool.run(trace_tables, plan, ranks=2)[0], table_oracle)
+    check_parity(pool.run(trace_tables, plan, ranks=2)[0], table_reference)
 
 
-def test_control_units_that_count_every_sample(table_oracle: RunTrace) -> None:
+def test_control_units_that_count_every_sample(table_reference: RunTrace) -> None:
     class AllSamples(Regression):
         units = Task.units
 
     trace = trace_tables(0, 1, tiny_plan(None, **NETWORK, optim__lr=1e-2), AllSamples())
-    check_control(trace, table_oracle)
+    check_control(trace, table_reference)
 
 
 @pytest.mark.full
@@ -91,35 +91,35 @@ def test_control_units_that_count_every_sample(table_oracle: RunTrace) -> None:
     ("stage", "ranks", "micro"), [(0, 2, 4), (0, 2, 1), (1, 2, 2), (2, 2, 1), (2, 4, 2), (3, 4, 1)]
 )
 def test_every_stage_matches_local(
-    stage: int, ranks: int, micro: int, table_oracle: RunTrace, pool: RankPool
+    stage: int, ranks: int, micro: int, table_reference: RunTrace, pool: RankPool
 ) -> None:
     plan = tiny_plan(
         None, ranks=ranks, zero__stage=stage, train__micro_batch=micro, **NETWORK, optim__lr=1e-2
     )
-    check_parity(pool.run(trace_tables, plan, ranks=ranks)[0], table_oracle)
+    check_parity(pool.run(trace_tables, plan, ranks=ranks)[0], table_reference)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_follows_fp32(stage: int, table_oracle: RunTrace, pool: RankPool) -> None:
+def test_bf16_follows_fp32(stage: int, table_reference: RunTrace, pool: RankPool) -> None:
     plan = tiny_plan(
         None, ranks=2, zero__stage=stage, precision__name=Precision.bf16, **NETWORK, optim__lr=1e-2
     )
     losses = pool.run(trace_tables, plan, ranks=2)[0].losses
-    assert max(abs(a - b) / a for a, b in zip(table_oracle.losses, losses, strict=True)) < 0.05
+    assert max(abs(a - b) / a for a, b in zip(table_reference.losses, losses, strict=True)) < 0.05
 
 
-def test_megatron_weights_tokens_like_the_local_engine(text_oracle: RunTrace, pool: RankPool) -> None:
+def test_megatron_weights_tokens_like_the_local_engine(text_reference: RunTrace, pool: RankPool) -> None:
     plan = tiny_plan("llama", ranks=2, engine__name=EngineName.megatron, parallel__tensor=2, **TEXT)
-    check_parity(pool.run(trace_texts, plan, ranks=2)[0], text_oracle)
+    check_parity(pool.run(trace_texts, plan, ranks=2)[0], text_reference)
 
 
-def test_control_a_task_without_weights(text_oracle: RunTrace) -> None:
+def test_control_a_task_without_weights(text_reference: RunTrace) -> None:
     class Unweighted(NextTokenTask):
         def loss_sum(self, model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
             return super().loss_sum(model, {**batch, "loss_weights": torch.ones_like(batch["loss_weights"])})
 
-    check_control(trace_texts(0, 1, tiny_plan("llama", **TEXT), Unweighted()), text_oracle)
+    check_control(trace_texts(0, 1, tiny_plan("llama", **TEXT), Unweighted()), text_reference)
 
 
 LAYOUTS: Sequence[dict[str, Any]] = (
@@ -135,9 +135,11 @@ LAYOUTS: Sequence[dict[str, Any]] = (
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
-def test_every_layout_weights_tokens(layout: dict[str, Any], text_oracle: RunTrace, pool: RankPool) -> None:
+def test_every_layout_weights_tokens(
+    layout: dict[str, Any], text_reference: RunTrace, pool: RankPool
+) -> None:
     check_parity(
-        pool.run(trace_texts, tiny_plan("llama", ranks=2, **layout, **TEXT), ranks=2)[0], text_oracle
+        pool.run(trace_texts, tiny_plan("llama", ranks=2, **layout, **TEXT), ranks=2)[0], text_reference
     )
 
 

@@ -13,16 +13,15 @@ import pytest
 from launch import plan as command
 from tests.plan.cases import h100s
 from toolkit.config.compose import compose
-from toolkit.config.overrides import typed_keys
+from toolkit.config.overrides import overridden_keys
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import ExitCode, PlanError
 from toolkit.estimate import search
 from toolkit.estimate.advice import Advice, advise, override_words
-from toolkit.estimate.cost import DESIGN_WATTS, NODE_SHARE, run_cost
+from toolkit.estimate.cost import NODE_SHARE, run_cost
 from toolkit.estimate.search import layout_kind
 from toolkit.estimate.types import StepEstimate
 from toolkit.plan import make_plan
-from toolkit.plan.devices import GPUS
 from toolkit.plan.make import DraftPlan
 from toolkit.plan.types import Device, World
 
@@ -40,7 +39,7 @@ WORLD = h100s(8, 4)
 
 def advice_on(*words: str, hours: float | None = None) -> Advice:
     arguments = [*SMALL, *words]
-    return advise(compose(arguments), WORLD, typed=frozenset(typed_keys(words)), hours=hours)
+    return advise(compose(arguments), WORLD, typed=frozenset(overridden_keys(words)), hours=hours)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_words_compose_to_the_advised_run(fastest: Advice) -> None:
         assert compose([*SMALL, *words]) == advised.layout.apply(fastest.config), words
 
 
-def test_advised_plan_is_the_plan_of_its_words(fastest: Advice) -> None:
+def test_advised_overrides_reproduce_the_plan(fastest: Advice) -> None:
     first = fastest.best[0]
     composed = compose([*SMALL, *override_words(first, fastest.config)])
     assert make_plan(composed, WORLD).memory == first.plan.memory
@@ -137,10 +136,6 @@ def test_cost_is_unknown_without_a_price_and_energy_without_a_gpu() -> None:
     cpus = World(ranks=2, ranks_per_node=2, device=Device.CPU)
     cost = run_cost(make_plan(compose(["+exp=quickstart"]), cpus), estimate)
     assert (cost.gpu_hours, cost.kwh, cost.kg_co2) == (None, None, None)
-
-
-def test_every_gpu_has_a_design_power() -> None:
-    assert DESIGN_WATTS.keys() == GPUS.keys()
 
 
 # -- the command

@@ -14,9 +14,14 @@ import pytest
 
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ConfigError
-from toolkit.estimate.daly import optimal_interval, useful_share, waiting_share
 from toolkit.estimate.goodput import GoodputEstimate, estimate_goodput, format_goodput
-from toolkit.estimate.save_interval import NODE_MTBF_HOURS, PAUSE_SECONDS
+from toolkit.estimate.save_interval import (
+    NODE_MTBF_HOURS,
+    PAUSE_SECONDS,
+    optimal_interval,
+    useful_share,
+    waiting_share,
+)
 from toolkit.estimate.types import StepEstimate
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.tiny import tiny_plan

@@ -11,7 +11,6 @@ from math import inf
 import pytest
 
 from tests.plan.cases import CPU, h100s, run_config
-from toolkit.estimate.daly import optimal_interval
 from toolkit.estimate.present import to_json
 from toolkit.estimate.save_interval import (
     CPU_MTBF_HOURS,
@@ -23,6 +22,7 @@ from toolkit.estimate.save_interval import (
     choose_interval,
     first_costs,
     mean_between_failures,
+    optimal_interval,
     prior_between_failures,
 )
 from toolkit.plan import make_plan

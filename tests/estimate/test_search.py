@@ -122,15 +122,14 @@ def test_agrees_with_brute_force_on_fewer_nodes(number: int) -> None:
 def stub_estimate(plan: RunPlan, profile: HardwareProfile) -> StepEstimate:
     """Matrix products are faster with more tokens; tensor ranks, recomputation and ZeRO 3 add to them."""
     batch, axes, config = plan.batch, plan.axes, plan.config
-    micro_batches = batch.global_batch // (batch.micro_batch * batch.data_parallel)
     tokens = batch.micro_batch * config.train.sequence_length / axes.context
     each = (tokens + 40) * (
         1 + {"none": 0, "selective": 0.1, "full": 0.4}[config.train.activation_checkpointing]
     )
     forward = each / axes.tensor / axes.pipeline
     parts = {
-        "forward": micro_batches * forward,
-        "communication/tensor": micro_batches * tokens * 0.01 * (axes.tensor - 1) / axes.pipeline,
+        "forward": batch.accumulation * forward,
+        "communication/tensor": batch.accumulation * tokens * 0.01 * (axes.tensor - 1) / axes.pipeline,
         "bubble": (axes.pipeline - 1) * forward,
         "communication/data": 5.0 * (config.zero.stage == 3),
         "transfer": 20.0 * (config.offload.optimizer is not OffloadDevice.none),

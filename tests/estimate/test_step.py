@@ -5,11 +5,8 @@ pytest tests/estimate/test_step.py
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -312,26 +309,14 @@ def test_reasons_without_an_estimate() -> None:
 
 
 @pytest.mark.full
-def test_published_steps_are_predicted_within_ten_percent() -> None:
+def test_published_steps_are_predicted_within_ten_percent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: with memory and matrix products twice as fast, the errors show it."""
-    planner = load_benchmark("planner")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import planner
+
     rows = planner.read_published()
     systems = planner._systems(rows, {})
     assert systems["all"]["step_mape"] < 10
     assert systems["all"]["inside_interval"] >= 80
     planted = {"a100/matmul_fraction": 1.56, "bandwidth_fraction": 1.7}
     assert planner._systems(rows, planted)["vtrain_multi"]["step_bias"] < -25
-
-
-def load_benchmark(name: str) -> ModuleType:
-    folder = Path(__file__).parents[2] / "benchmarks"
-    sys.path.insert(0, str(folder))
-    try:
-        specification = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-        assert specification is not None
-        assert specification.loader is not None
-        module = importlib.util.module_from_spec(specification)
-        specification.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(folder))
-    return module

@@ -51,7 +51,9 @@ FLASH = (
 def test_fp32_matches_cpu(name: str, case: OptimizerCase, gpu: RankPool, cpu: RankPool) -> None:
     cell = ENGINES[name]
     verdict, cause, differences = judge(
-        cell, measure_cell(cell, case, gpu, Device.CUDA), measure_cell(cell.oracle(), case, cpu, Device.CPU)
+        cell,
+        measure_cell(cell, case, gpu, Device.CUDA),
+        measure_cell(cell.reference(), case, cpu, Device.CPU),
     )
     assert verdict.good, f"{verdict}: {cause}; {differences}"
 

@@ -51,7 +51,7 @@ def test_losses_match_the_local_engine(name: str, gpu: RankPool) -> None:
     cell = CELLS[name]
     found, right, other = (
         gpu.run(trace_on_rank, plan, timeout=300)[0]
-        for plan in (plan_of(cell), plan_of(cell.oracle()), plan_of(cell.oracle(), train__seed=77))
+        for plan in (plan_of(cell), plan_of(cell.reference()), plan_of(cell.reference(), train__seed=77))
     )
     assert right.losses[0] - right.losses[-1] > 0.3
     assert found.distance(right).loss < BF16_LOSS

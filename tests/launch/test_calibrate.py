@@ -15,7 +15,7 @@ import pytest
 from launch.calibrate import main
 from tests.launch.processes import ROOT, command
 from tests.monitor.test_calibration_runs import plan_of, write_run
-from toolkit.estimate.calibration import read_calibration
+from toolkit.estimate.calibration_file import read_calibration
 
 CALIBRATE = ROOT / "launch" / "calibrate.py"
 

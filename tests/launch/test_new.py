@@ -60,7 +60,7 @@ def losses(result: TrainResult) -> list[float]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["engine=local", "zero=stage2", "zero=stage3"])
-def test_engines_train_the_project_alike(engine: str, project: Path, tmp_path: Path) -> None:
+def test_generated_project_trains_on_each_engine(engine: str, project: Path, tmp_path: Path) -> None:
     reference = train(
         load_config(*SHORT, "engine=local", f"run.dir={tmp_path / 'reference'}", "train.steps=6")
     )

@@ -103,9 +103,8 @@ def test_distribution_matches_transformers(family: str) -> None:
         if expected.std() == 0:
             assert torch.equal(ours, expected), name
         else:
-            tolerance = 6 / math.sqrt(
-                ours.numel()
-            )  # standard errors of the ratio of two estimates: about 1 / sqrt(n)
+            # Six standard errors of the ratio of two estimates, which are about 1 / sqrt(n).
+            tolerance = 6 / math.sqrt(ours.numel())
             assert float(ours.std() / expected.std()) == pytest.approx(1, abs=tolerance), name
             assert abs(float(ours.mean())) < tolerance * 0.03, name
 

@@ -15,7 +15,7 @@ from tests.models.test_build import filled
 from toolkit.config.schema import OffloadDevice
 from toolkit.models import activation_offload, recomputation
 from toolkit.models.build import build_model
-from toolkit.plan.activations import layer_bytes, selective_bytes
+from toolkit.plan.activations import BlockLayout, layer_bytes, selective_bytes
 from toolkit.plan.types import RunPlan
 from toolkit.testing.tiny import FAMILIES, LENGTH, MICRO_BATCH, micro_batches, tiny_plan
 
@@ -108,9 +108,10 @@ def test_stored_bytes_shrink_with_each_mode_as_planned(family: str, monkeypatch:
     assert measured["none"] > measured["selective"] > measured["full"]
     shape = plan_of(family, "none").shape
     assert shape is not None
-    whole, boundary = layer_bytes(shape, 4), 4 * shape.hidden_size
+    layout = BlockLayout(element=4)
+    whole, boundary = layer_bytes(shape, layout), 4 * shape.hidden_size
     predicted = {
-        "selective": LAYERS * (whole - selective_bytes(shape, 4)),
+        "selective": LAYERS * (whole - selective_bytes(shape, layout)),
         "2": 3 * (whole - boundary),
         "full": LAYERS * (whole - boundary),
     }

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine.cases import WithoutMoments
-from tests.optimizers.test_probe import OWN
+from tests.optimizers.test_trial_steps import OWN
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint_folder import step_name

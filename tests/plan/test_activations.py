@@ -12,12 +12,13 @@ import pytest
 from toolkit.config.recomputation import parse_recomputation
 from toolkit.families import FAMILIES, PUBLISHED, get_family
 from toolkit.families.base import ModelShape
-from toolkit.plan.activations import activation_bytes, layer_bytes, output_bytes
+from toolkit.plan.activations import BlockLayout, StageActivations, layer_bytes
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 BATCH, LENGTH = 2, 64
+BF16 = BlockLayout(element=2)
 SIZES = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -83,7 +84,10 @@ def test_layer_bytes_equal_saved_tensors(family: str, dtype: str, separate: bool
         / 2
         / (BATCH * LENGTH)
     )
-    predicted = layer_bytes(small(family), 4 if dtype == "float32" else 2, seen=LENGTH if separate else 0)
+    predicted = layer_bytes(
+        small(family),
+        BlockLayout(element=4 if dtype == "float32" else 2, mask_keys=LENGTH if separate else 0),
+    )
     assert predicted == pytest.approx(
         measured, rel=0.02 if get_family(family).traits.experts else 0.003
     )  # the routing of tokens is random
@@ -138,23 +142,21 @@ def compiled_bytes(family: str) -> float:
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_compiled_blocks_save_what_the_partitioner_keeps(family: str) -> None:
     """Control: without torch.compile the same block saves at least a quarter more."""
-    predicted = layer_bytes(small(family), 2, compiled=True)
+    predicted = layer_bytes(small(family), BlockLayout(element=2, compiled=True))
     assert predicted == pytest.approx(compiled_bytes(family), rel=0.03)
-    assert layer_bytes(small(family), 2) > 1.25 * predicted
+    assert layer_bytes(small(family), BF16) > 1.25 * predicted
 
 
 def test_checkpointing_saves_the_inputs_of_all_blocks() -> None:
     """The peak is in the loss, which needs more than the last block, or in the last block."""
     shape = get_family("llama").resolve_shape(PUBLISHED["llama-3-8b"])
-    sizes = {"micro_batch": 1, "sequence_length": 4096, "element": 2}
-    whole = activation_bytes(shape, **sizes)
-    kept = activation_bytes(shape, recomputation=parse_recomputation("full"), **sizes)
-    saved = 4096 * 32 * (layer_bytes(shape, 2) - 2 * shape.hidden_size)
-    assert whole - kept == saved
-    assert 4096 * layer_bytes(shape, 2) < output_bytes(shape, 4096, 2, chunk=None)
-    inside = activation_bytes(shape, recomputation=parse_recomputation("full"), head=False, **sizes)
-    assert inside == 4096 * (32 * 2 * shape.hidden_size + layer_bytes(shape, 2))
-    assert kept < whole / 4
+    whole = StageActivations(shape=shape, layout=BF16, tokens=4096, blocks=range(32))
+    again = replace(whole, recomputation=parse_recomputation("full"))
+    layer, boundary = layer_bytes(shape, BF16), 2 * shape.hidden_size
+    assert whole.peak - again.peak == 4096 * 32 * (layer - boundary)
+    assert 4096 * layer < whole.output
+    assert replace(again, head=False).peak == 4096 * (32 * boundary + layer)
+    assert again.peak < whole.peak / 4
 
 
 def test_gpt_layer_equals_the_published_formula() -> None:
@@ -163,4 +165,4 @@ def test_gpt_layer_equals_the_published_formula() -> None:
     fused attention one number a row and head, the norms two numbers a token each.
     """
     shape = get_family("gpt2").resolve_shape(PUBLISHED["gpt2"])
-    assert layer_bytes(shape, 2) == shape.hidden_size * (34 - 2 + 24) + 4 * shape.num_attention_heads + 16
+    assert layer_bytes(shape, BF16) == shape.hidden_size * (34 - 2 + 24) + 4 * shape.num_attention_heads + 16

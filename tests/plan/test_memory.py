@@ -175,12 +175,10 @@ def test_offload_moves_states_to_the_host() -> None:
         2,
     )
     assert away.optimizer == away.gradients == 0
-    assert (
-        away.parameters == whole.parameters - numel
-    )  # half the 16-bit weights; gathered small parameters stay
-    assert away.host / numel == pytest.approx(
-        (12 + 4 + 2 + 2) / 2, rel=0.01
-    )  # states, fp32 gradients, gradients, weights
+    # Half of the 16-bit weights; gathered small parameters stay.
+    assert away.parameters == whole.parameters - numel
+    # States, fp32 gradients, gradients, weights.
+    assert away.host / numel == pytest.approx((12 + 4 + 2 + 2) / 2, rel=0.01)
     nvme = memory_of(run_config(zero__stage=3, offload__optimizer=OffloadDevice.nvme, **common), 2)
     assert nvme.nvme / numel == pytest.approx(16 / 2, rel=0.01)
 

@@ -13,32 +13,32 @@ from toolkit.testing.tiny import FAMILIES, LENGTH, micro_batches, tiny_plan
 
 
 @pytest.fixture(scope="module")
-def oracle() -> parity.RunTrace:
+def reference() -> parity.RunTrace:
     return parity.run_trace(tiny_plan())
 
 
-def test_run_has_no_distance_to_itself(oracle: parity.RunTrace) -> None:
-    parity.check_parity(parity.run_trace(tiny_plan()), oracle)
+def test_run_has_no_distance_to_itself(reference: parity.RunTrace) -> None:
+    parity.check_parity(parity.run_trace(tiny_plan()), reference)
 
 
 @pytest.mark.parametrize("what", ["loss", "norm", "weight"])
-def test_each_difference_is_detected(oracle: parity.RunTrace, what: str) -> None:
-    last = oracle.results[-1]
-    weights = {name: value.clone() for name, value in oracle.weights.items()}
+def test_each_difference_is_detected(reference: parity.RunTrace, what: str) -> None:
+    last = reference.results[-1]
+    weights = {name: value.clone() for name, value in reference.weights.items()}
     if what == "loss":
         last = replace(last, loss=last.loss + 2e-5)
     elif what == "norm":
         last = replace(last, grad_norm=last.grad_norm + 2e-4)
     else:
         weights["model.norm.weight"][5] += 2e-4
-    changed = parity.RunTrace((*oracle.results[:-1], last), weights)
+    changed = parity.RunTrace((*reference.results[:-1], last), weights)
     with pytest.raises(AssertionError, match=f"{what}="):
-        parity.check_parity(changed, oracle)
+        parity.check_parity(changed, reference)
     with pytest.raises(AssertionError, match="passes as correct"):
-        parity.check_control(changed, oracle)
+        parity.check_control(changed, reference)
 
 
-def test_oracle_that_does_not_learn_is_refused() -> None:
+def test_reference_that_does_not_learn_is_refused() -> None:
     still = parity.run_trace(tiny_plan(optim__lr=0.0), steps=3)
     with pytest.raises(AssertionError, match="invalid cell"):
         parity.check_parity(still, still)

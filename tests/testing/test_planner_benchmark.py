@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from toolkit.config.compose import compose
-from toolkit.estimate.calibrate import CalibrationRun, fit_factors
 from toolkit.estimate.calibrated_profile import FACTORS, scale_profile
+from toolkit.estimate.calibration_fit import CalibrationRun, fit_factors
 from toolkit.estimate.profile import shipped_profile
 from toolkit.estimate.step import estimate_step
 from toolkit.estimate.types import StepEstimate
@@ -79,8 +79,8 @@ def test_differences_within_the_noise_do_not_rank(planner: ModuleType) -> None:
 
 
 def test_no_measured_layout_is_calibrated_on(planner: ModuleType) -> None:
-    calibrated = {description.words for description in planner.CALIBRATED}
-    assert not calibrated & {description.words for description in planner.DESCRIPTIONS}
+    calibrated = {description.overrides for description in planner.CALIBRATED}
+    assert not calibrated & {description.overrides for description in planner.DESCRIPTIONS}
     assert sum(len(description.layouts) for description in planner.DESCRIPTIONS) >= 20
     cases = {
         (description.name, *filter(allows, description.layouts))
@@ -120,7 +120,7 @@ def test_every_layout_can_be_planned(planner: ModuleType) -> None:
     world = World(ranks=planner.RANKS, ranks_per_node=planner.RANKS, device=Device.CPU)
     for description in (*planner.DESCRIPTIONS, *planner.CALIBRATED):
         for layout in description.layouts:
-            make_plan(compose(planner.run_words(description, layout, Path("runs/none"))), world)
+            make_plan(compose(planner.run_overrides(description, layout, Path("runs/none"))), world)
 
 
 @pytest.mark.full
@@ -134,7 +134,7 @@ def test_the_calibrated_layouts_determine_the_times_of_the_others(planner: Modul
     shipped = shipped_profile("cpu")
 
     def estimator(description: Any, layout: str) -> Callable[[Mapping[str, float]], StepEstimate]:
-        plan = make_plan(compose(planner.run_words(description, layout, Path("runs/none"))), world)
+        plan = make_plan(compose(planner.run_overrides(description, layout, Path("runs/none"))), world)
 
         def estimate(factors: Mapping[str, float]) -> StepEstimate:
             found = estimate_step(plan, scale_profile(shipped, factors))

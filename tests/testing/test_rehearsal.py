@@ -68,7 +68,6 @@ QUICK = (
     (deepspeed("mixtral", 1), Precision.fp32),
     (megatron("gpt2"), Precision.fp32),
     (megatron("mixtral"), Precision.bf16),
-    (megatron("mixtral", zero=1), Precision.fp32),
 )
 # A rule refuses ZeRO 0 in 16 bits.
 MATRIX = tuple(
@@ -110,7 +109,7 @@ def test_plans_for_gpus_keep_every_tensor_on_the_gpu(
     found: list[Rehearsed] = gpus.run(
         rehearse, plan(cell, precision), tmp_path, ranks=cell.ranks, timeout=300
     )
-    expected: Rehearsed = gpus.run(rehearse, plan(cell.oracle()), ranks=1, timeout=300)[0]
+    expected: Rehearsed = gpus.run(rehearse, plan(cell.reference()), ranks=1, timeout=300)[0]
     for ours, theirs in zip(found[0].steps, expected.steps, strict=True):
         assert abs(ours.loss - theirs.loss) <= LOSS[precision]
 

@@ -86,7 +86,7 @@ def test_routing_flip_does_not_excuse_earlier_differences() -> None:
     )
 
 
-def test_oracle_that_does_not_learn_makes_a_cell_invalid() -> None:
+def test_reference_that_does_not_learn_makes_a_cell_invalid() -> None:
     still = Measured(RunTrace((StepResult(5.0, 1.0, 1),) * 6, {"w": torch.ones(1)}), 3.0)
     assert judge(LOCAL, still, still)[0] is ParityVerdict.INVALID
 

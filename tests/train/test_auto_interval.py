@@ -15,8 +15,7 @@ from tests.train.user_run import UserRun
 from toolkit.config.checkpoint import Cadence
 from toolkit.config.schema import RunConfig
 from toolkit.estimate import save_interval
-from toolkit.estimate.daly import optimal_interval
-from toolkit.estimate.save_interval import CPU_MTBF_HOURS, PAUSE_SECONDS
+from toolkit.estimate.save_interval import CPU_MTBF_HOURS, PAUSE_SECONDS, optimal_interval
 from toolkit.goodput import Attempt, AttemptTimes, SaveRecord, read_times
 from toolkit.monitor.health.checkpoints import LateCheckpoint
 from toolkit.monitor.sink import Kind

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.adopt.batch import accumulation
+from toolkit.adopt.deepspeed import OFFLOADED, offload
 from toolkit.adopt.types import (
     Context,
     Decision,
@@ -25,21 +26,7 @@ _PREFIXES = ("deepspeed_config.", "fsdp_config.", "megatron_lm_config.")
 
 
 def _offload(value: Any, ctx: Context) -> Decision:
-    pair = tuple(
-        str(ctx.keys.get(f"deepspeed_config.offload_{part}_device") or "none").lower()
-        for part in ("optimizer", "param")
-    )
-    if str(value or "none").lower() == "none":
-        return default()
-    pairs: dict[tuple[str, ...], str] = {
-        ("cpu", "none"): "cpu_optimizer",
-        ("cpu", "cpu"): "cpu",
-        ("nvme", "nvme"): "nvme",
-    }
-    option = pairs.get(pair)
-    if option is None:
-        return exact(("offload.optimizer", pair[0]), ("offload.parameters", pair[1]))
-    return exact(("offload", option))
+    return offload(value, *(ctx.keys.get(f"deepspeed_config.offload_{part}_device") for part in OFFLOADED))
 
 
 def _machines(value: Any, ctx: Context) -> Decision:

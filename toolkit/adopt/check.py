@@ -23,7 +23,7 @@ NAME = "adopted"
 SAMPLES = 1_000_000  # in place of the size of the data, which only a start reads
 
 
-def settle(adoption: Adoption, files: Sequence[str]) -> tuple[Adoption, RunPlan]:
+def resolve_adoption(adoption: Adoption, files: Sequence[str]) -> tuple[Adoption, RunPlan]:
     """``adoption`` without the engines' keys that the run's rules refuse, and its plan.
 
     Raises:

@@ -26,22 +26,23 @@ FP16_AND_BF16_NEED_A_STAGE = (
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """
+    """The decisions about all keys of all files.
+
     Attributes:
         keys: one for each key of the files, in order.
-        implied: defaults of the other tools that no key sets.
+        unset_defaults: defaults of the other tools that no key sets.
         context: facts of all files.
     """
 
     keys: tuple[AdoptedKey, ...]
-    implied: tuple[AdoptedKey, ...]
+    unset_defaults: tuple[AdoptedKey, ...]
     context: Context
 
     @property
     def settings(self) -> dict[str, Any]:
         """Keys and groups of the experiment with their values. A key of a file wins over a default."""
         found: dict[str, Any] = {}
-        for key in (*self.implied, *self.keys):
+        for key in (*self.unset_defaults, *self.keys):
             found |= dict(key.targets)
         return found
 
@@ -68,8 +69,10 @@ def adopt(sources: Sequence[Source], ranks: int | None = None) -> Adoption:
     _check_agreement(keys)
     _check_family(known)
     decided = {target for key in keys for target, _ in key.targets}
-    implied = [key for key in _implied(known, context) if not {name for name, _ in key.targets} <= decided]
-    adoption = Adoption(tuple(keys), tuple(implied), context)
+    unset_defaults = [
+        key for key in _unset_defaults(known, context) if not {name for name, _ in key.targets} <= decided
+    ]
+    adoption = Adoption(tuple(keys), tuple(unset_defaults), context)
     return _with_engine(adoption)
 
 
@@ -105,7 +108,7 @@ def _decide(source: Source, name: str, value: Any, context: Context) -> AdoptedK
     return AdoptedKey(source.name, name, value, decision.outcome, decision.targets, decision.note)
 
 
-def _implied(sources: Sequence[Source], context: Context) -> list[AdoptedKey]:
+def _unset_defaults(sources: Sequence[Source], context: Context) -> list[AdoptedKey]:
     """Defaults of the other tools. TrainingArguments decide what a DeepSpeed configuration leaves open."""
     found: list[AdoptedKey] = []
 
@@ -115,11 +118,11 @@ def _implied(sources: Sequence[Source], context: Context) -> list[AdoptedKey]:
     for source in sources:
         ctx = replace(context, keys=source.keys)
         if source.format is Format.DEEPSPEED and Format.TRAINER not in context.formats:
-            for name, value, decision in deepspeed.implied(source.keys):
+            for name, value, decision in deepspeed.unset_defaults(source.keys):
                 add(name, value, decision)
         elif source.format is Format.TRAINER:
-            given = {**trainer.IMPLIED, **source.keys}
-            for name, value in trainer.IMPLIED.items():
+            given = {**trainer.DEFAULTS, **source.keys}
+            for name, value in trainer.DEFAULTS.items():
                 if name not in source.keys:
                     add(
                         name,
@@ -127,13 +130,13 @@ def _implied(sources: Sequence[Source], context: Context) -> list[AdoptedKey]:
                         trainer.decide(name, value, replace(_with_default_batch(ctx), keys=given)),
                     )
         elif source.format is Format.MEGATRON:
-            for name, value, decision in megatron.implied(ctx):
+            for name, value, decision in megatron.unset_defaults(ctx):
                 add(name, value, decision)
     return found
 
 
 def _with_default_batch(ctx: Context) -> Context:
-    return replace(ctx, micro_batch=ctx.micro_batch or trainer.IMPLIED["per_device_train_batch_size"])
+    return replace(ctx, micro_batch=ctx.micro_batch or trainer.DEFAULTS["per_device_train_batch_size"])
 
 
 def _with_engine(adoption: Adoption) -> Adoption:
@@ -170,7 +173,7 @@ def _with_engine(adoption: Adoption) -> Adoption:
         if keys == adoption.keys:
             add(FP16_AND_BF16_NEED_A_STAGE, ("zero", "stage1"))
         adoption = replace(adoption, keys=keys)
-    return replace(adoption, implied=(*adoption.implied, *more))
+    return replace(adoption, unset_defaults=(*adoption.unset_defaults, *more))
 
 
 def _check_agreement(keys: Sequence[AdoptedKey]) -> None:

@@ -27,6 +27,7 @@ from toolkit.config.engine_keys_deepspeed import DERIVED, NO_EFFECT, RUN_KEYS
 from toolkit.config.vendors.installed import DEEPSPEED as PACKAGE
 from toolkit.config.vendors.installed import load_schema
 
+OFFLOADED = ("optimizer", "param")  # in the names of DeepSpeed's keys
 DECAY = "one-dimensional tensors (norms, biases) never decay; DeepSpeed decays every parameter of a group"
 
 
@@ -64,27 +65,27 @@ def _cosine_minimum(value: Any, ctx: Context) -> Decision:
     return exact(("schedule.min_lr", float(f"{value * peak:.6g}")))
 
 
-def _offload(value: Any, ctx: Context) -> Decision:
-    """Both devices together are an option of the group offload."""
-    section = "zero_optimization.offload_"
-    pair = tuple(
-        str(ctx.keys.get(f"{section}{part}.device") or "none").lower() for part in ("optimizer", "param")
-    )
+def offload(value: Any, optimizer: Any, parameters: Any) -> Decision:
+    """The decision about one of two devices, which together are an option of the group offload."""
+    pair = tuple(str(device or "none").lower() for device in (optimizer, parameters))
     if str(value or "none").lower() == "none":
         return default()
-    pairs: dict[tuple[str, ...], str] = {
+    options: dict[tuple[str, ...], str] = {
         ("cpu", "none"): "cpu_optimizer",
         ("cpu", "cpu"): "cpu",
         ("nvme", "nvme"): "nvme",
     }
-    option = pairs.get(pair)
-    if option is not None:
-        return exact(("offload", option))
+    if pair in options:
+        return exact(("offload", options[pair]))
     return exact(("offload.optimizer", pair[0]), ("offload.parameters", pair[1]))
 
 
+def _offload(value: Any, ctx: Context) -> Decision:
+    return offload(value, *(ctx.keys.get(f"zero_optimization.offload_{part}.device") for part in OFFLOADED))
+
+
 def _nvme_path(value: Any, ctx: Context) -> Decision:
-    devices = [ctx.keys.get(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")]
+    devices = [ctx.keys.get(f"zero_optimization.offload_{part}.device") for part in OFFLOADED]
     return (
         exact(("offload.nvme_path", value)) if "nvme" in devices and value else default("used with nvme only")
     )
@@ -215,7 +216,7 @@ def _sections(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
-def implied(keys: Mapping[str, Any]) -> list[tuple[str, Any, Decision]]:
+def unset_defaults(keys: Mapping[str, Any]) -> list[tuple[str, Any, Decision]]:
     """Return DeepSpeed's defaults that differ from this toolkit's and that no key sets.
 
     Without weight_decay torch's AdamW decays by 0.01, and DeepSpeed's own Adam not at all.

@@ -79,7 +79,7 @@ def _comments(adoption: Adoption) -> dict[str, list[str]]:
     for key in adoption.keys:
         for target, _ in key.targets:
             found[target].append(_comment(key))
-    for key in adoption.implied:
+    for key in adoption.unset_defaults:
         for target, _ in key.targets:
             if target not in decided and key.key not in (*GROUPS, target):
                 found[target].append(

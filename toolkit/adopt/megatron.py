@@ -28,28 +28,22 @@ from toolkit.config.vendors.installed import MEGATRON as PACKAGE
 from toolkit.config.vendors.installed import load_schema
 from toolkit.config.vendors.key_schema import KeySchema
 
-ARCHITECTURE = (
-    *(
-        "swiglu",
-        "normalization",
-        "position_embedding_type",
-        "use_rotary_position_embeddings",
-        "disable_bias_linear",
-    ),
-    *("qk_layernorm", "add_qkv_bias", "group_query_attention", "no_position_embedding", "openai_gelu"),
+
+def _names(text: str) -> tuple[str, ...]:
+    """Argument names that are separated by spaces."""
+    return tuple(text.split())
+
+
+ARCHITECTURE = _names(
+    "swiglu normalization position_embedding_type use_rotary_position_embeddings disable_bias_linear "
+    "qk_layernorm add_qkv_bias group_query_attention no_position_embedding openai_gelu"
 )
-# Switches of architectures that no family has, with the value that they have if they are off.
-_FOREIGN = (
-    *(
-        "squared_relu",
-        "quick_geglu",
-        "multi_latent_attention",
-        "apply_layernorm_1p",
-        "layernorm_zero_centered_gamma",
-    ),
-    *("use_rope_scaling", "hybrid_override_pattern", "hybrid_layer_pattern", "is_hybrid_model", "spec"),
-    *("moe_shared_expert_intermediate_size", "mtp_num_layers", "window_size", "attention_output_gate"),
-    *("apply_residual_connection_post_layernorm", "heterogeneous_layers_config_path", "relu"),
+# Switches of architectures that no family has.
+_FOREIGN = _names(
+    "squared_relu quick_geglu multi_latent_attention apply_layernorm_1p layernorm_zero_centered_gamma "
+    "use_rope_scaling hybrid_override_pattern hybrid_layer_pattern is_hybrid_model spec "
+    "moe_shared_expert_intermediate_size mtp_num_layers window_size attention_output_gate "
+    "apply_residual_connection_post_layernorm heterogeneous_layers_config_path relu"
 )
 
 
@@ -224,27 +218,12 @@ def _betas(value: Any, ctx: Context) -> Decision:
     return exact(("optim.betas", [ctx.keys.get("adam_beta1", 0.9), ctx.keys.get("adam_beta2", 0.999)]))
 
 
-_DIRECT = (
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-    ),
-    *(
-        "seq_length",
-        "rotary_base",
-        "init_method_std",
-        "moe_router_topk",
-        "moe_aux_loss_coeff",
-        "train_iters",
-        "lr",
-    ),
-    *("min_lr", "weight_decay", "adam_eps", "sgd_momentum", "clip_grad", "eval_interval", "eval_iters"),
-    *("log_interval", "wandb_project", "wandb_exp_name", "loss_scale_window", "tensor_model_parallel_size"),
-    *("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
+_DIRECT = _names(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
+    "rotary_base init_method_std moe_router_topk moe_aux_loss_coeff train_iters lr min_lr weight_decay "
+    "adam_eps sgd_momentum clip_grad eval_interval eval_iters log_interval wandb_project wandb_exp_name "
+    "loss_scale_window tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "expert_model_parallel_size"
 )
 _OTHER = {"max_position_embeddings": "model.max_position_embeddings", "seed": "train.seed"}
 _TOKENIZER = "the tokenizer belongs to the data: launch/prepare.py tokenizer.path=NAME"
@@ -360,101 +339,58 @@ RULES: Mapping[str, Rule] = {
 }
 
 # Arguments without a key here: why they change nothing.
-_NOTHING: tuple[tuple[str, tuple[str, ...]], ...] = (
+_IGNORED: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         _STARTED,
-        (
-            *(
-                "use_mcore_models",
-                "transformer_impl",
-                "attention_backend",
-                "use_flash_attn",
-                "distributed_backend",
-            ),
-            *("distributed_timeout_minutes", "local_rank", "lazy_mpu_init", "use_cpu_initialization"),
-            *("no_initialization", "manual_gc", "manual_gc_interval", "empty_unused_memory_level"),
-            *(
-                "no_bias_gelu_fusion",
-                "no_bias_swiglu_fusion",
-                "no_rope_fusion",
-                "nccl_communicator_config_path",
-            ),
-            *("use_torch_fsdp2", "standalone_embedding_stage", "fp8_interval", "te_rng_tracker"),
-            "distribute_saved_activations",
+        _names(
+            "use_mcore_models transformer_impl attention_backend use_flash_attn distributed_backend "
+            "distributed_timeout_minutes local_rank lazy_mpu_init use_cpu_initialization no_initialization "
+            "manual_gc manual_gc_interval empty_unused_memory_level no_bias_gelu_fusion "
+            "no_bias_swiglu_fusion no_rope_fusion nccl_communicator_config_path use_torch_fsdp2 "
+            "standalone_embedding_stage fp8_interval te_rng_tracker distribute_saved_activations"
         ),
     ),
     (
         _LOGS,
-        (
-            *("tensorboard_dir", "tensorboard_log_interval", "tensorboard_queue_size", "log_throughput"),
-            *("log_timers_to_tensorboard", "log_validation_ppl_to_tensorboard", "log_memory_to_tensorboard"),
-            *(
-                "log_params_norm",
-                "log_num_zeros_in_grad",
-                "log_progress",
-                "timing_log_level",
-                "timing_log_option",
-            ),
-            *(
-                "log_learning_rate_to_tensorboard",
-                "log_loss_scale_to_tensorboard",
-                "wandb_save_dir",
-                "log_straggler",
-            ),
-            *(
-                "log_batch_size_to_tensorboard",
-                "log_world_size_to_tensorboard",
-                "no_one_logger",
-                "profile_ranks",
-            ),
-            *(
-                "profile_step_end",
-                "logging_level",
-                "record_memory_history",
-                "memory_snapshot_path",
-                "enable_ft_package",
-            ),
-            *("no_log_loss_scale_to_tensorboard", "no_log_learnig_rate_to_tensorboard"),
+        _names(
+            "tensorboard_dir tensorboard_log_interval tensorboard_queue_size log_throughput "
+            "log_timers_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard "
+            "log_params_norm log_num_zeros_in_grad log_progress timing_log_level timing_log_option "
+            "log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard wandb_save_dir log_straggler "
+            "log_batch_size_to_tensorboard log_world_size_to_tensorboard no_one_logger profile_ranks "
+            "profile_step_end logging_level record_memory_history memory_snapshot_path enable_ft_package "
+            "no_log_loss_scale_to_tensorboard no_log_learnig_rate_to_tensorboard"
         ),
     ),
     (
         _SAVES,
-        (
-            *("no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng", "ckpt_format", "use_dist_ckpt"),
-            *("ckpt_fully_parallel_load", "no_ckpt_fully_parallel_save", "ckpt_fully_parallel_save"),
-            *(
-                "ckpt_assume_constant_structure",
-                "auto_detect_ckpt_format",
-                "dist_ckpt_format",
-                "dist_ckpt_strictness",
-            ),
-            *(
-                "use_checkpoint_args",
-                "use_persistent_ckpt_worker",
-                "non_persistent_save_interval",
-                "exit_on_missing_checkpoint",
-            ),
-            *("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "save_retain_interval"),
+        _names(
+            "no_load_optim no_load_rng no_save_optim no_save_rng ckpt_format use_dist_ckpt "
+            "ckpt_fully_parallel_load no_ckpt_fully_parallel_save ckpt_fully_parallel_save "
+            "ckpt_assume_constant_structure auto_detect_ckpt_format dist_ckpt_format dist_ckpt_strictness "
+            "use_checkpoint_args use_persistent_ckpt_worker non_persistent_save_interval "
+            "exit_on_missing_checkpoint override_opt_param_scheduler use_checkpoint_opt_param_scheduler "
+            "save_retain_interval"
         ),
     ),
     (
         _READS,
-        (
-            *("num_workers", "data_cache_path", "no_mmap_bin_files", "dataloader_type", "no_data_sharding"),
-            *("no_create_attention_mask_in_dataloader", "num_dataset_builder_threads", "tiktoken_pattern"),
-            *("tiktoken_num_special_tokens", "tiktoken_special_tokens", "valid_data_path", "test_data_path"),
+        _names(
+            "num_workers data_cache_path no_mmap_bin_files dataloader_type no_data_sharding "
+            "no_create_attention_mask_in_dataloader num_dataset_builder_threads tiktoken_pattern "
+            "tiktoken_num_special_tokens tiktoken_special_tokens valid_data_path test_data_path"
         ),
     ),
     (
         _ALWAYS_ON,
-        (
-            *("calculate_per_token_loss", "accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32"),
-            *("check_for_nan_in_loss_and_grad", "exit_signal_handler"),
+        _names(
+            "calculate_per_token_loss accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 "
+            "check_for_nan_in_loss_and_grad exit_signal_handler"
         ),
     ),
     ("the check is always enabled", ("no_check_for_nan_in_loss_and_grad",)),
 )
-NOTHING: Mapping[str, str] = {name: reason for reason, names in _NOTHING for name in names}
+IGNORED: Mapping[str, str] = {name: reason for reason, names in _IGNORED for name in names}
 # Megatron-LM's argument -> Megatron-core's setting and, for a switch, the value that it sets.
 _SWITCHES: Mapping[str, tuple[str, Any]] = {
     "no_masked_softmax_fusion": ("masked_softmax_fusion", False),
@@ -474,8 +410,8 @@ def decide(name: str, value: Any, ctx: Context) -> Decision:
     """The decision about one argument."""
     if name in RULES:
         return RULES[name](value, ctx)
-    if name in NOTHING:
-        return default(NOTHING[name])
+    if name in IGNORED:
+        return default(IGNORED[name])
     setting, given = _SWITCHES.get(name, (name, value))
     if setting in RUN_KEYS:
         return same(RUN_KEYS[setting])(given, ctx)
@@ -502,7 +438,7 @@ def _schema() -> KeySchema:
     )
 
 
-def implied(ctx: Context) -> list[tuple[str, Any, Decision]]:
+def unset_defaults(ctx: Context) -> list[tuple[str, Any, Decision]]:
     """Return Megatron-LM's defaults that differ from this toolkit's and that no argument sets."""
     keys, name = ctx.keys, family(ctx.keys)[0]
     found: list[tuple[str, Any, Decision]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from decimal import Decimal
+from dataclasses import replace
 from typing import Any
 
 from toolkit.adopt import deepspeed
@@ -56,7 +56,7 @@ def _warmup(value: Any, ctx: Context) -> Decision:
 def _warmup_ratio(value: Any, ctx: Context) -> Decision:
     if not _number(value) or _number(ctx.keys.get("warmup_steps")):
         return default() if not _number(value) else default("warmup_steps decides")
-    return changed(WARMUP, ("schedule.warmup", f"{(Decimal(str(value)) * 100).normalize():f}%"))
+    return changed(WARMUP, ("schedule.warmup", percent(str(value))))
 
 
 _OPTIMIZERS = {
@@ -209,7 +209,6 @@ _DDP = "DeepSpeed reduces gradients; its keys are +engine.deepspeed.*"
 _LOGS = "progress and logs are this toolkit's own"
 _COMPUTE = "kernels are those of the engine"
 _TASK = "the task defines samples, loss and metrics"
-_NONE = (None, False, "", "no", "none", (), "[]", "{}", 0, "none")
 RULES: Mapping[str, Rule] = {
     **{name: same(SAME[name]) for name in _DIRECT},
     "per_device_train_batch_size": micro_batch,
@@ -410,19 +409,7 @@ def decide(name: str, value: Any, ctx: Context) -> Decision:
     """The decision about one field."""
     if name.startswith("deepspeed."):
         inner = {key.removeprefix("deepspeed."): given for key, given in ctx.keys.items()}
-        return deepspeed.decide(
-            name.removeprefix("deepspeed."),
-            value,
-            Context(
-                keys=inner,
-                formats=ctx.formats,
-                ranks=ctx.ranks,
-                micro_batch=ctx.micro_batch,
-                accumulation=ctx.accumulation,
-                global_batch=ctx.global_batch,
-                steps=ctx.steps,
-            ),
-        )
+        return deepspeed.decide(name.removeprefix("deepspeed."), value, replace(ctx, keys=inner))
     if name in RULES:
         return RULES[name](value, ctx)
     if name not in REASONS:
@@ -440,7 +427,7 @@ def decide(name: str, value: Any, ctx: Context) -> Decision:
 
 
 # The Trainer's defaults that differ from this toolkit's, for files that leave them out.
-IMPLIED: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, Any] = {
     "learning_rate": 5e-5,
     "lr_scheduler_type": "linear",
     "weight_decay": 0.0,

@@ -1,4 +1,4 @@
-"""What adopting a configuration decides: one ``AdoptedKey`` for each key of each file."""
+"""The decisions of adopting a configuration: one ``AdoptedKey`` for each key of each file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedKey:
-    """
+    """The decision about one key of a file.
+
     Attributes:
         source: the file's name; empty for a default of the other tool that no key sets.
         key, value: as in the file, with a dotted name.

@@ -74,7 +74,7 @@ def set_defaults(
 def set_run_defaults(
     environ: MutableMapping[str, str], launch: Launch, plan: RunPlan, machine: MachineInfo
 ) -> None:
-    """As :func:`set_defaults`, for a rank of ``plan``."""
+    """Apply :func:`set_defaults` to a rank of ``plan``."""
     set_defaults(
         environ,
         launch,

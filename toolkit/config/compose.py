@@ -44,36 +44,42 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     composed = _composed(parsed, RUN)
     if parsed.deepspeed_file is not None:
         _add_file(composed, parsed.deepspeed_file)
-    config = _typed(composed)
+    config = _to_dataclass(composed)
     assert isinstance(config, RunConfig)
     return config
 
 
 def compose_prepare(overrides: Sequence[str]) -> PrepareConfig:
-    """As :func:`compose`, for ``launch/prepare.py``."""
-    config = _typed(_composed(parse_overrides(overrides, PREPARE), PREPARE), PREPARE)
+    """Compose the configuration of ``launch/prepare.py``. Raises as :func:`compose`."""
+    config = _to_dataclass(_composed(parse_overrides(overrides, PREPARE), PREPARE), PREPARE)
     assert isinstance(config, PrepareConfig)
     return config
 
 
 def compose_reshard(overrides: Sequence[str]) -> ReshardConfig:
-    """As :func:`compose`, for ``launch/reshard.py``. Keys that the action does not use are errors too."""
+    """Compose the configuration of ``launch/reshard.py``.
+
+    Raises as :func:`compose`, and for keys that the action does not use.
+    """
     parsed = parse_overrides(overrides, RESHARD)
-    config = _typed(_composed(parsed, RESHARD), RESHARD)
+    config = _to_dataclass(_composed(parsed, RESHARD), RESHARD)
     assert isinstance(config, ReshardConfig)
     check_together(config, parsed.overrides)
     return config
 
 
 def compose_sweep(overrides: Sequence[str]) -> SweepSection:
-    """As :func:`compose`, for the keys ``sweep.*`` of a sweep."""
-    config = _typed(_composed(parse_overrides(overrides, SWEEP), SWEEP), SWEEP)
+    """Compose the keys ``sweep.*`` of a sweep. Raises as :func:`compose`."""
+    config = _to_dataclass(_composed(parse_overrides(overrides, SWEEP), SWEEP), SWEEP)
     assert isinstance(config, SweepConfig)
     return config.sweep
 
 
 def compose_plan_arguments(arguments: Sequence[str]) -> tuple[PlanArguments, list[str]]:
-    """As :func:`compose`, for the arguments that only ``launch/plan.py`` takes; and the other arguments."""
+    """Compose the arguments that only ``launch/plan.py`` takes, and return the other arguments too.
+
+    Raises as :func:`compose`.
+    """
     names = {field.name for field in fields(PlanArguments)}
     own, others = list[str](), list[str]()
     for argument in arguments:
@@ -83,7 +89,7 @@ def compose_plan_arguments(arguments: Sequence[str]) -> tuple[PlanArguments, lis
         (own if name.lstrip("+~").partition(".")[0] in names else others).append(argument)
     if not own:
         return PlanArguments(), others
-    config = _typed(_composed(parse_overrides(own, PLAN), PLAN), PLAN)
+    config = _to_dataclass(_composed(parse_overrides(own, PLAN), PLAN), PLAN)
     assert isinstance(config, PlanArguments)
     return config, others
 
@@ -119,7 +125,7 @@ def from_yaml(text: str) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(_problem_of(error)) from error
     assert isinstance(config, DictConfig)
-    return _typed(config)
+    return _to_dataclass(config)
 
 
 class _DataLoader(yaml.SafeLoader):
@@ -164,7 +170,7 @@ def _add_file(config: DictConfig, file: DeepSpeedFile) -> None:
         keys_of_file = OmegaConf.create(as_yaml(file.keys))
         config.engine.deepspeed = OmegaConf.merge(config.engine.deepspeed, keys_of_file)
         config.engine.deepspeed_file = escape_interpolation(file.name)
-        for override in file.typed:
+        for override in file.overrides:
             OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
 
 
@@ -260,7 +266,7 @@ def _needs_plus(text: str, root: ConfigRoot) -> Problem:
 # -- from OmegaConf's tree to dataclasses
 
 
-def _typed(config: DictConfig, root: ConfigRoot = RUN) -> Any:
+def _to_dataclass(config: DictConfig, root: ConfigRoot = RUN) -> Any:
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     problems = [*_unknown(written, root), *_unresolved(config, written, root)]

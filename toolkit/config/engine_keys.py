@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from toolkit.config import engine_keys_deepspeed, engine_keys_megatron
-from toolkit.config.keys import flatten
+from toolkit.config.keys import flatten, format_value
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.config.synonyms import find_synonym
 from toolkit.config.vendors import installed
@@ -250,13 +250,6 @@ def drop_wrong_keys(config: RunConfig, problems: Sequence[Problem]) -> RunConfig
         }
         engine = replace(engine, **{keys.engine.value: right})
     return replace(config, engine=engine)
-
-
-def format_value(value: Any) -> str:
-    """``value`` as a user would type it."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
 
 
 def _first_sentence(text: str) -> str:

@@ -91,7 +91,14 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def nearest(name: str, root: ConfigRoot = RUN) -> str | None:
+def format_value(value: Any) -> str:
+    """``value`` as a user would type it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+def nearest(name: str, root: ConfigRoot) -> str | None:
     """The key or section that ``name`` most likely means; None if no name is similar."""
     names = [*keys_by_name(root), *sections(root)]
     last = name.rpartition(".")[2]

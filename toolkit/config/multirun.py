@@ -43,14 +43,14 @@ class SweepArguments:
 
     Attributes:
         options: ``--config-dir=FOLDER`` with an absolute path, if given.
-        words: overrides of the points as typed, some with several values.
-        fixed: keys of ``words`` with one value, as typed before the ``=``.
+        overrides: of the points, some with several values.
+        fixed: keys of ``overrides`` with one value, as written before the ``=``.
         hydra: overrides of Hydra's sweeper.
         sweep: the section ``sweep``.
     """
 
     options: tuple[str, ...]
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     fixed: frozenset[str]
     hydra: tuple[str, ...]
     sweep: SweepSection
@@ -61,14 +61,15 @@ class SweepArguments:
 
         The same arguments continue the same sweep.
         """
-        return hashlib.sha256("\0".join([*self.options, *self.words, *self.hydra]).encode()).hexdigest()[:8]
+        text = "\0".join([*self.options, *self.overrides, *self.hydra])
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @property
     def name(self) -> str:
         """The name or experiment that all points have in common, else ``sweep``."""
         given = dict(
             word.lstrip("+").split("=", 1)
-            for word in self.words
+            for word in self.overrides
             if word.partition("=")[0] in self.fixed and "=" in word
         )
         name = given.get("run.name", given.get(search.EXPERIMENT, "sweep")).strip("'\"")
@@ -91,10 +92,6 @@ def quoted(text: str | Path) -> str:
     return QuotedString(str(text), Quote.single).with_quotes()
 
 
-def is_sweep(arguments: Sequence[str]) -> bool:
-    return not set(overrides.MULTIRUN).isdisjoint(arguments)
-
-
 def read_sweep(arguments: Sequence[str]) -> SweepArguments:
     """Parse the arguments of a sweep. Values of points are checked when the points are composed.
 
@@ -103,7 +100,7 @@ def read_sweep(arguments: Sequence[str]) -> SweepArguments:
     """
     folders, rest = _folders([argument for argument in arguments if argument not in overrides.MULTIRUN])
     problems: list[Problem] = []
-    words, of_hydra, of_sweep = list[str](), list[str](), list[str]()
+    of_points, of_hydra, of_sweep = list[str](), list[str](), list[str]()
     fixed: set[str] = set()
     for word in rest:
         name = word.partition("=")[0].lstrip("+~")
@@ -131,7 +128,7 @@ def read_sweep(arguments: Sequence[str]) -> SweepArguments:
                 )
             )
         elif (override := _parsed(word, folders, problems)) is not None:
-            words.append(word)
+            of_points.append(word)
             # The last override of a key wins.
             (fixed.discard if override.is_sweep_override() else fixed.add)(override.get_key_element())
     try:
@@ -141,7 +138,7 @@ def read_sweep(arguments: Sequence[str]) -> SweepArguments:
     if problems:
         raise ConfigError(*problems)
     options = tuple(f"{overrides.CONFIG_DIR[0]}={folder}" for folder in folders[1:])
-    return SweepArguments(options, tuple(words), frozenset(fixed), tuple(of_hydra), sweep)
+    return SweepArguments(options, tuple(of_points), frozenset(fixed), tuple(of_hydra), sweep)
 
 
 def _folders(arguments: Sequence[str]) -> tuple[tuple[Path, ...], list[str]]:
@@ -193,7 +190,7 @@ class _Loader:
         return master_config
 
 
-def run_sweeper(words: SweepArguments, folder: Path, run_batch: BatchRunner) -> None:
+def run_sweeper(arguments: SweepArguments, folder: Path, run_batch: BatchRunner) -> None:
     """Let the sweeper generate batches of points until it stops.
 
     Args:
@@ -203,17 +200,17 @@ def run_sweeper(words: SweepArguments, folder: Path, run_batch: BatchRunner) -> 
         ConfigError: the sweeper does not exist, or does not have a key.
         Exception: any exception of ``run_batch``.
     """
-    sweeper = _sweeper(words, folder, run_batch)
+    sweeper = _sweeper(arguments, folder, run_batch)
     try:
-        sweeper.sweep(arguments=list(words.words))
+        sweeper.sweep(arguments=list(arguments.overrides))
     except HydraException as error:
-        raise ConfigError(_refused(words, error)) from error
+        raise ConfigError(_refused(arguments, error)) from error
 
 
-def _sweeper(words: SweepArguments, folder: Path, run_batch: BatchRunner) -> Any:
+def _sweeper(arguments: SweepArguments, folder: Path, run_batch: BatchRunner) -> Any:
     _register()
     register(RUN)
-    own = [*words.hydra, f"{LAUNCHER}=toolkit", f"hydra.sweep.dir={quoted(folder)}"]
+    own = [*arguments.hydra, f"{LAUNCHER}=toolkit", f"hydra.sweep.dir={quoted(folder)}"]
     try:
         with initialize_config_dir(str(search.ROOT), version_base="1.3"):
             hydra = GlobalHydra.instance().hydra
@@ -230,7 +227,7 @@ def _sweeper(words: SweepArguments, folder: Path, run_batch: BatchRunner) -> Any
                 config=config, hydra_context=context, task_function=run_batch
             )
     except (HydraException, OmegaConfBaseException, ImportError) as error:
-        raise ConfigError(_refused(words, error)) from error
+        raise ConfigError(_refused(arguments, error)) from error
 
 
 def _register() -> None:
@@ -246,11 +243,11 @@ def _register() -> None:
     plugins.register(ToolkitLauncher)
 
 
-def _refused(words: SweepArguments, error: Exception) -> Problem:
+def _refused(arguments: SweepArguments, error: Exception) -> Problem:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return Problem(
         SWEEPERS[0],
-        " ".join(words.hydra) or " ".join(words.words),
+        " ".join(arguments.hydra) or " ".join(arguments.overrides),
         f"the sweeper accepts these arguments ({' '.join(lines[:2])})",
         "correct hydra/sweeper= and hydra.sweeper.*, or leave them out for a grid; other sweepers are "
         "separate packages",

@@ -41,11 +41,11 @@ COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFile:
-    """The keys of ``+engine.deepspeed=FILE.json``, and settings below engine.deepspeed that were typed."""
+    """The keys of ``+engine.deepspeed=FILE.json``, and overrides of keys below engine.deepspeed."""
 
     name: str
     keys: dict[str, Any]
-    typed: tuple[Override, ...] = ()
+    overrides: tuple[Override, ...] = ()
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class ParsedOverrides:
     """Checked overrides for Hydra, and the folders with groups.
 
     ``changes`` are settings below an open key without a plus, which are valid only if an experiment's file
-    sets them. The keys of ``deepspeed_file`` win over those of an experiment, and typed settings over both.
+    sets them. The keys of ``deepspeed_file`` win over those of an experiment, and ``overrides`` over both.
     """
 
     search: tuple[Path, ...]
@@ -72,8 +72,8 @@ def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedO
     parsed = ParsedOverrides(search.folders(own))
     checker = _Checker(parsed.search, root)
     below: list[Override] = []
-    for typed in plain:
-        text = _long(typed, root)
+    for argument in plain:
+        text = _long(argument, root)
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
@@ -100,13 +100,13 @@ def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedO
         problems += found
         parsed.overrides += resets
     if parsed.deepspeed_file is not None:
-        parsed.deepspeed_file = replace(parsed.deepspeed_file, typed=tuple(below))
+        parsed.deepspeed_file = replace(parsed.deepspeed_file, overrides=tuple(below))
     if problems:
         raise ConfigError(*problems)
     return parsed
 
 
-def typed_keys(arguments: Sequence[str]) -> frozenset[str]:
+def overridden_keys(arguments: Sequence[str]) -> frozenset[str]:
     """The keys that ``arguments`` set by name, or by choosing an option of a group: ``zero=stage3`` sets all
     keys of the section ``zero``. Experiments and options such as ``--config-dir`` set none.
     """
@@ -156,14 +156,14 @@ def _long(text: str, root: ConfigRoot) -> str:
 
 
 def _one_length(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Overrides that reset the other lengths, which a file may set, and a problem if several are typed."""
+    """Overrides that reset the other lengths, which a file may set, and a problem if there are several."""
     values = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
-    typed = [name for name in LENGTHS if values.get(name, "null") != "null"]
-    if len(typed) > 1:
-        seen = " ".join(f"{name}={values[name]}" for name in typed)
+    given = [name for name in LENGTHS if values.get(name, "null") != "null"]
+    if len(given) > 1:
+        seen = " ".join(f"{name}={values[name]}" for name in given)
         rule = "one of train.steps, train.tokens and train.epochs decides the length of a run"
-        return [], [Problem(typed[1], seen, rule, f"write only {typed[0]}={values[typed[0]]}")]
-    resets = [f"{name}=null" for name in LENGTHS[1:] if typed and name not in values]
+        return [], [Problem(given[1], seen, rule, f"write only {given[0]}={values[given[0]]}")]
+    resets = [f"{name}=null" for name in LENGTHS[1:] if given and name not in values]
     return resets, []
 
 
@@ -352,5 +352,5 @@ class _Checker:
 
 def _one_of(name: str, choices: Sequence[str]) -> str:
     """``zero=stage0, zero=stage1 or zero=stage2``."""
-    words = [f"{name}={choice}" for choice in choices]
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    overrides = [f"{name}={choice}" for choice in choices]
+    return " or ".join(filter(None, [", ".join(overrides[:-1]), overrides[-1]]))

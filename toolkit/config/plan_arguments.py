@@ -14,7 +14,7 @@ LISTS = ("scaling", "measured")  # arguments with values separated by commas
 
 @dataclass(kw_only=True, slots=True)
 class PlanArguments:
-    """What to show besides the plan."""
+    """Arguments that select what is shown besides the plan."""
 
     advise: bool = False
     """Search engine, layout, ZeRO stage, micro-batch, recomputation and offload for the fastest run on the

@@ -22,7 +22,8 @@ DEFAULT_CONF = "conf"
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """
+    """A folder with the configuration groups of a user.
+
     Attributes:
         folder: holds ``pyproject.toml``, and the user's modules.
         conf: holds groups and experiments.
@@ -35,13 +36,13 @@ class Project:
         return f"project {self.folder}: {self.conf.relative_to(self.folder)} has its groups and experiments"
 
 
-def find_project(start: Path | None = None) -> Project | None:
-    """Return the project that ``start`` (None: the working folder) is in; None if it is in none.
+def find_project() -> Project | None:
+    """Return the project that the working folder is in; None if it is in none.
 
     Raises:
         ConfigError: the nearest file with the table is not TOML, or its table is wrong.
     """
-    here = (start or Path.cwd()).absolute()
+    here = Path.cwd()
     for folder in (here, *here.parents):
         file = folder / FILE
         try:

@@ -21,7 +21,7 @@ class RecomputationMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """What the backward pass recomputes.
+    """The activations that the backward pass recomputes.
 
     Attributes:
         mode: ``full``: blocks whole, from their input; ``selective``: the cheap operators of all blocks.
@@ -40,7 +40,7 @@ class Recomputation:
         return self.mode is RecomputationMode.selective
 
     def count(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks``, numbered through the whole model, are recomputed whole."""
+        """Return how many of ``blocks``, numbered through the whole model, are recomputed whole."""
         return sum(block % self.every == 0 for block in blocks) if self.full else 0
 
 

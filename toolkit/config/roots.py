@@ -14,7 +14,8 @@ from toolkit.config.sweep import SweepConfig
 
 @dataclass(frozen=True, slots=True)
 class ConfigRoot:
-    """
+    """A command's configuration: its schema, file and groups.
+
     Attributes:
         kind: dataclass of the configuration.
         file: ``conf/<file>.yaml``, whose defaults list begins with ``schema``.

@@ -190,6 +190,11 @@ class PrecisionConfig:
     scale_window: int = 1000
     """fp16: the loss scale doubles after this many steps without overflow."""
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of weights and activations."""
+        return 4 if self.name is Precision.fp32 else 2
+
     def __post_init__(self) -> None:
         at_least("precision", 0, initial_scale_power=self.initial_scale_power)
         at_least("precision", 1, scale_window=self.scale_window)

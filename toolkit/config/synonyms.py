@@ -249,7 +249,7 @@ _ENGINES = (engine_keys_deepspeed.RUN_KEYS, engine_keys_megatron.RUN_KEYS)
 
 
 def find_synonym(name: str, value: str | None) -> tuple[str | None, str] | None:
-    """What to type for the key ``name`` of another tool.
+    """Return what to type for the key ``name`` of another tool.
 
     Args:
         name: as the user typed it, perhaps with a section of this toolkit: ``optim.learning_rate``.

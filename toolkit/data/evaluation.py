@@ -65,8 +65,7 @@ def eval_batches(
     the same number of micro-batches, at least one.
     """
     samples = count_eval_windows(source, sequence_length, batches, batch.global_batch)
-    accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    indices = rank_batch_indices(accumulation, batch.data_parallel, batch.micro_batch, data_rank)
+    indices = rank_batch_indices(batch.accumulation, batch.data_parallel, batch.micro_batch, data_rank)
     for first in range(0, max(samples, 1), batch.global_batch):
         yield [_read_windows(source, first + numbers, samples, sequence_length) for numbers in indices]
 
@@ -94,8 +93,7 @@ def eval_sample_batches(
     the same number of them.
     """
     count = min(batches * batch.global_batch, samples.count)
-    accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    indices = rank_batch_indices(accumulation, batch.data_parallel, batch.micro_batch, data_rank)
+    indices = rank_batch_indices(batch.accumulation, batch.data_parallel, batch.micro_batch, data_rank)
     for first in range(0, count, batch.global_batch):
         chosen = [first + numbers[first + numbers < count] for numbers in indices]
         yield [samples.read(np.zeros_like(numbers), numbers) for numbers in chosen]

@@ -134,7 +134,7 @@ class LocalEngine:
     def _update(self, norm: torch.Tensor, lr: float) -> torch.Tensor:
         """Clip, step the optimizer and round the masters; return the norm before clipping."""
         masters = list(self._masters.values())
-        if self._spec.prepare(self._optimizers):
+        if self._spec.transform_gradients(self._optimizers):
             norm = torch.nn.utils.get_total_norm([cast(torch.Tensor, master.grad) for master in masters])
         clip = self._plan.config.optim.clip
         if clip > 0:
@@ -233,7 +233,7 @@ class LocalEngine:
             self._scaler.load_state_dict(saved)
 
     def _states(self, optimizer: torch.optim.Optimizer) -> StateLayout:
-        return self._spec.states(self._plan.config.optim, self._spec.kind_of_group(optimizer.defaults))
+        return self._spec.states(self._plan.config.optim, self._spec.group_kind(optimizer.defaults))
 
     def _create_states(self, reader: StateReader) -> None:
         """Create the states that ``reader`` has, with its numbers; tensors are zero until they are read."""

@@ -36,13 +36,13 @@ def client_optimizer(plan: RunPlan) -> Any:
         return None
     config = plan.config
     if config.optim.target is not None:
-        from toolkit.optimizers.probe import probe
+        from toolkit.optimizers.trial_steps import run_trial_steps
 
-        probed = probe(config.optim)
+        behaviour = run_trial_steps(config.optim)
         for key, value, cut, reason in (
-            ("zero.stage", config.zero.stage, config.zero.stage in (1, 2), probed.not_flat),
-            ("zero.stage", 3, config.zero.stage == 3, probed.not_stage3),
-            ("parallel.tensor", config.parallel.tensor, config.parallel.tensor > 1, probed.not_flat),
+            ("zero.stage", config.zero.stage, config.zero.stage in (1, 2), behaviour.not_flat),
+            ("zero.stage", 3, config.zero.stage == 3, behaviour.not_stage3),
+            ("parallel.tensor", config.parallel.tensor, config.parallel.tensor > 1, behaviour.not_flat),
         ):
             if cut and reason is not None:
                 raise ConfigError(

@@ -27,7 +27,7 @@ FINALIZE_SECONDS = 1800.0  # how long the other ranks wait for rank 0's work at 
 
 @dataclass(frozen=True, slots=True)
 class StepConsensus:
-    """What one rank reports after a step, and after :func:`reach_consensus` what all ranks agree on.
+    """The report of one rank after a step, and the result of :func:`reach_consensus` for all ranks.
 
     The agreed figures are maxima over ranks, since the slowest rank delays the others.
     """

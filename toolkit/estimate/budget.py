@@ -1,4 +1,4 @@
-"""What a run is predicted to take, compared with its budget."""
+"""Compare the predicted time and cost of a run with its budget."""
 
 from __future__ import annotations
 

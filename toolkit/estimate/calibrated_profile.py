@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from toolkit.config.cluster import ClusterConfig
-from toolkit.estimate.calibrate import fit_positive
+from toolkit.estimate.calibration_fit import fit_positive
 from toolkit.estimate.communication import measured_topology
 from toolkit.estimate.compute import attention_seconds, matmul_seconds
 from toolkit.estimate.interconnects import topology_of
@@ -94,7 +94,9 @@ def measured_profile(profile: HardwareProfile, measured: MachineTimings) -> Hard
     update = optimizer_work(1.0, 4, fused=profile.name != CPU)
     profile = replace(
         profile,
-        optimizer_factor=ADAMW_BYTES / device.optimizer_bandwidth / (update.moved / profile.moved_per_second),
+        optimizer_factor=ADAMW_BYTES
+        / device.optimizer_bandwidth
+        / (update.moved_bytes / profile.effective_bandwidth),
     )
     by_dtype = {dtype: [one for one in device.gemms if one.dtype == dtype] for dtype in ELEMENT}
     half = by_dtype["bf16"] or by_dtype["fp16"]
@@ -190,7 +192,7 @@ def _attention(timing: AttentionTiming, profile: HardwareProfile, *, backward: b
         pairs=timing.sequence**2 / 2,
         length=timing.sequence,
         width=timing.head_dim,
-        moved=4 * heads * timing.sequence * timing.head_dim * element,
+        moved_bytes=4 * heads * timing.sequence * timing.head_dim * element,
         backward=backward,
     )
     return attention_seconds(operator, profile, element)

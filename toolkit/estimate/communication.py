@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 from toolkit.config.schema import EngineName, OffloadDevice, RunConfig
 from toolkit.estimate.interconnects import topology_of
@@ -61,7 +62,7 @@ def hidden_behind(compute: float, collective: float, contention: float) -> float
 
 
 def group_name(axes: Axes, along: Collection[Axis]) -> str:
-    """As :func:`layout.axes.axis_name` of a group along these axes, without its ranks."""
+    """Name the group along these axes as :func:`layout.axes.axis_name` does, without its ranks."""
     spanned = [axis for axis in ORDER if axis in along and getattr(axes, axis) > 1]
     divided = [axis for axis in ORDER if getattr(axes, axis) > 1]
     return ALL if len(spanned) > 1 and spanned == divided else "+".join(spanned)
@@ -117,7 +118,7 @@ def _group_along(along: tuple[Axis, ...], axes: Axes, domain: int) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class LayerExchanges:
-    """What a decoder layer waits for with one micro-batch, in each direction."""
+    """Seconds that a decoder layer waits for with one micro-batch, in each direction."""
 
     forward: Exposed
     backward: Exposed
@@ -140,7 +141,7 @@ def layer_exchanges(
     back: dict[str, float] = {}
     if share.tensor > 1:
         seconds = network.along
-        if share.spread > 1:  # sequence parallelism: the same bytes as an all-reduce, in two halves
+        if share.sequence_ranks > 1:  # sequence parallelism: the same bytes as an all-reduce, in two halves
             gather = seconds(Collective.ALL_GATHER, stream, Axis.TENSOR)
             scatter = seconds(Collective.REDUCE_SCATTER, stream, Axis.TENSOR)
             forward[Axis.TENSOR] = 2 * (gather + scatter)
@@ -164,14 +165,14 @@ def layer_exchanges(
             forward[Axis.CONTEXT] = network.along(Collective.ALL_TO_ALL, size, Axis.CONTEXT)
             back[Axis.CONTEXT] = forward[Axis.CONTEXT]
     if share.expert > 1:
-        size = stream / share.spread * shape.num_experts_per_tok
+        size = stream / share.sequence_ranks * shape.num_experts_per_tok
         forward[EXPERT] = back[EXPERT] = 2 * network.among_experts(Collective.ALL_TO_ALL, size)
     return LayerExchanges(Exposed(forward), Exposed(back), Exposed(forward))
 
 
 @dataclass(frozen=True, slots=True)
 class EndExchanges:
-    """What the embedding and the output layer wait for with one micro-batch."""
+    """Seconds that the embedding and the output layer wait for with one micro-batch."""
 
     embedding: Exposed
     head_forward: Exposed
@@ -194,11 +195,12 @@ def end_exchanges(plan: RunPlan, shape: ModelShape, share: RankShare, network: N
 
     if share.tensor > 1 and plan.megatron is not None:
         embedding[Axis.TENSOR] = seconds(
-            Collective.REDUCE_SCATTER if share.spread > 1 else Collective.ALL_REDUCE, stream
+            Collective.REDUCE_SCATTER if share.sequence_ranks > 1 else Collective.ALL_REDUCE, stream
         )
-    if share.split_head > 1:
+    if share.head_ranks > 1:
         forward[Axis.TENSOR] = 3 * seconds(Collective.ALL_REDUCE, share.tokens * FP32)
-        if share.spread > 1:  # hidden states are gathered in both passes, and their gradients scattered
+        if share.sequence_ranks > 1:
+            # Hidden states are gathered in both passes, and their gradients scattered.
             gather = seconds(Collective.ALL_GATHER, stream)
             forward[Axis.TENSOR] += gather
             back[Axis.TENSOR] = gather + seconds(Collective.REDUCE_SCATTER, stream)
@@ -217,7 +219,7 @@ class StateExchanges:
         reduce: gradients, in each micro-batch (ZeRO 2 and 3) or once a step.
         every_micro_batch: whether gradients are reduced in each micro-batch.
         gather_step: updated parameters, once a step.
-        overlaps: whether they run behind forward and backward passes.
+        overlaps_reduce, overlaps_gather: whether they run behind forward and backward passes.
     """
 
     name: str
@@ -233,74 +235,69 @@ class StateExchanges:
 def state_exchanges(
     plan: RunPlan, network: Network, elements: float, experts: float, element: int
 ) -> StateExchanges:
-    """The exchanges of a rank with ``elements`` parameters, and ``experts`` that fewer ranks share."""
-    axes, config = plan.axes, plan.config
-    name = group_name(axes, DATA_AXES)
+    """The exchanges of a rank with ``elements`` parameters, and ``experts`` that fewer ranks share.
+
+    Args:
+        element: bytes of an element.
+    """
+    name, stage = group_name(plan.axes, DATA_AXES), plan.config.zero.stage
     if not name:
         return StateExchanges(name="")
-    stage = config.zero.stage
     # Experts are reduced over the ranks that have them, which move less.
-    whole = elements + experts / axes.expert
+    whole = elements + experts / plan.axes.expert
 
     def seconds(kind: Collective, bytes_each: float) -> float:
         return network.along(kind, whole * bytes_each, *DATA_AXES)
 
     if plan.megatron is not None:
         ddp = plan.megatron["ddp"]
-        if not stage:
-            return StateExchanges(
-                name=name,
-                reduce=seconds(Collective.ALL_REDUCE, FP32),
-                overlaps_reduce=bool(ddp["overlap_grad_reduce"]),
-            )
         return StateExchanges(
             name=name,
-            reduce=seconds(Collective.REDUCE_SCATTER, FP32),
-            gather_step=seconds(Collective.ALL_GATHER, element),
+            reduce=seconds(Collective.REDUCE_SCATTER if stage else Collective.ALL_REDUCE, FP32),
+            gather_step=seconds(Collective.ALL_GATHER, element) if stage else 0.0,
             overlaps_reduce=bool(ddp["overlap_grad_reduce"]),
-            overlaps_gather=bool(ddp["overlap_param_gather"]),
+            overlaps_gather=bool(stage and ddp["overlap_param_gather"]),
         )
     zero = (plan.deepspeed or {}).get("zero_optimization", {})
-    overlaps = bool(zero.get("overlap_comm"))
     if stage == 3:
-        compressed = element * (0.5 if config.zero.quantized_weights else 1.0)
-        # Small parameters stay gathered from step to step. The others stay from the forward to the backward
-        # pass if it needs them soon, which it does for the last layers.
-        threshold = zero3_setting(zero, "param_persistence_threshold", PERSISTENCE)
-        kept = min(whole, sum(spec.numel for spec in plan.parameters if spec.numel <= threshold))
-        soon = zero3_setting(zero, "max_reuse_distance", LIVE) / 2
-        gather = again = step = 0.0
-        if whole > kept:
-            gather = network.along(Collective.ALL_GATHER, (whole - kept) * compressed, *DATA_AXES)
-        if whole - kept > soon:
-            missing = (whole - kept - soon) * compressed
-            again = network.along(Collective.ALL_GATHER, missing, *DATA_AXES)
-            if config.zero.hpz_partition_size > 1:
-                inside = Group(config.zero.hpz_partition_size, config.zero.hpz_partition_size)
-                again = network.over(Collective.ALL_GATHER, missing, inside)
-        if kept:
-            step = network.along(Collective.ALL_GATHER, kept * element, *DATA_AXES)
-        reduced = element * (0.25 if config.zero.quantized_gradients else 1.0)
-        return StateExchanges(
-            name=name,
-            gather_forward=gather,
-            gather_backward=again,
-            reduce=seconds(Collective.REDUCE_SCATTER, reduced),
-            every_micro_batch=True,
-            gather_step=step,
-            overlaps_reduce=overlaps,
-        )
-    kind = (
-        Collective.ALL_REDUCE
-        if stage == 0 or zero.get("use_multi_rank_bucket_allreduce", True)
-        else Collective.REDUCE_SCATTER
-    )
+        return _zero3_exchanges(plan, network, whole, element, zero)
+    all_reduce = stage == 0 or zero.get("use_multi_rank_bucket_allreduce", True)
     return StateExchanges(
         name=name,
-        reduce=seconds(kind, element),
+        reduce=seconds(Collective.ALL_REDUCE if all_reduce else Collective.REDUCE_SCATTER, element),
         every_micro_batch=stage == 2,
         gather_step=seconds(Collective.ALL_GATHER, element) if stage else 0.0,
-        overlaps_reduce=overlaps,
+        overlaps_reduce=bool(zero.get("overlap_comm")),
+    )
+
+
+def _zero3_exchanges(
+    plan: RunPlan, network: Network, whole: float, element: int, zero: Mapping[str, Any]
+) -> StateExchanges:
+    """The exchanges of a rank with ``whole`` parameters under ZeRO 3, with DeepSpeed's settings ``zero``."""
+    config = plan.config.zero
+    compressed = element * (0.5 if config.quantized_weights else 1.0)
+    # Small parameters stay gathered from step to step. The others stay from the forward to the backward pass
+    # if it needs them soon, which it does for the last layers.
+    threshold = zero3_setting(zero, "param_persistence_threshold", PERSISTENCE)
+    kept = min(whole, sum(spec.numel for spec in plan.parameters if spec.numel <= threshold))
+    soon = zero3_setting(zero, "max_reuse_distance", LIVE) / 2
+    missing = max(0.0, whole - kept - soon) * compressed
+    if config.hpz_partition_size > 1:
+        node = Group(config.hpz_partition_size, config.hpz_partition_size)
+        again = network.over(Collective.ALL_GATHER, missing, node)
+    else:
+        again = network.along(Collective.ALL_GATHER, missing, *DATA_AXES)
+    reduced = element * (0.25 if config.quantized_gradients else 1.0)
+    gathered = (whole - kept) * compressed
+    return StateExchanges(
+        name=group_name(plan.axes, DATA_AXES),
+        gather_forward=network.along(Collective.ALL_GATHER, gathered, *DATA_AXES) if gathered else 0.0,
+        gather_backward=again if missing else 0.0,
+        reduce=network.along(Collective.REDUCE_SCATTER, whole * reduced, *DATA_AXES),
+        every_micro_batch=True,
+        gather_step=network.along(Collective.ALL_GATHER, kept * element, *DATA_AXES) if kept else 0.0,
+        overlaps_reduce=bool(zero.get("overlap_comm")),
     )
 
 

@@ -71,7 +71,7 @@ def _seconds(operator: Operator, profile: HardwareProfile, element: int) -> floa
         return matmul_seconds(operator, profile, element)
     if isinstance(operator, FusedAttention):
         return attention_seconds(operator, profile, element)
-    return operator.moved / profile.moved_per_second + operator.kernels * profile.launch_seconds
+    return operator.moved_bytes / profile.effective_bandwidth + operator.kernels * profile.launch_seconds
 
 
 def matmul_seconds(product: Matmul, profile: HardwareProfile, element: int) -> float:
@@ -81,7 +81,7 @@ def matmul_seconds(product: Matmul, profile: HardwareProfile, element: int) -> f
     rows, columns, inner = product.rows, product.columns, product.inner
     if profile.executes_on_host:  # a CPU's library packs the operands into caches, whatever the shape
         return product.flops / rate + profile.launch_seconds
-    moved = product.count * (size * (rows * inner + inner * columns) + max(2, size) * rows * columns)
+    moved_bytes = product.count * (size * (rows * inner + inner * columns) + max(2, size) * rows * columns)
     aligned = min(math.gcd(int(dim), 8) for dim in (rows, columns, inner))
     rate *= UNALIGNED_BATCH if aligned == 1 and product.count > 1 else ALIGNED[aligned]
     best = math.inf
@@ -95,7 +95,7 @@ def matmul_seconds(product: Matmul, profile: HardwareProfile, element: int) -> f
         waves = math.ceil(tiles / profile.processors)
         per_processor = rate * relative / profile.processors
         best = min(best, waves * 2.0 * high * wide * (depth + TILE_DEPTH) / per_processor)
-    return max(best, moved / profile.moved_per_second) + profile.launch_seconds
+    return max(best, moved_bytes / profile.effective_bandwidth) + profile.launch_seconds
 
 
 def attention_seconds(operator: FusedAttention, profile: HardwareProfile, element: int) -> float:
@@ -108,5 +108,5 @@ def attention_seconds(operator: FusedAttention, profile: HardwareProfile, elemen
     short = SHORT_BACKWARD if operator.backward else SHORT_FORWARD
     narrow = min(1.0, (operator.width / 128) ** profile.narrow_heads)
     rate = profile.rate(element) * fraction * narrow * operator.length / (operator.length + short)
-    moved = operator.moved * (2 if operator.backward else 1)
-    return max(operator.flops / rate, moved / profile.moved_per_second) + profile.launch_seconds
+    moved_bytes = operator.moved_bytes * (2 if operator.backward else 1)
+    return max(operator.flops / rate, moved_bytes / profile.effective_bandwidth) + profile.launch_seconds

@@ -1,4 +1,4 @@
-"""What a run takes: hours, GPU-hours, money, energy and CO2, with their assumptions.
+"""Predict the hours, GPU-hours, money, energy and CO2 of a run, with their assumptions.
 
 Prices are never assumed: without ``monitor.price_per_gpu_hour`` there is no cost.
 """
@@ -11,53 +11,17 @@ from typing import Any
 
 from toolkit.config.cluster import EnergyConfig
 from toolkit.estimate.types import StepEstimate
-from toolkit.plan.devices import normalise_gpu_name
+from toolkit.plan.devices import find_gpu
 from toolkit.plan.types import Device, RunPlan
 from toolkit.progress import duration
 
 # A node of eight H100 (700 W each) drew up to 8.4 kW in training: Latif et al., 2412.08602.
 NODE_SHARE = 8400 / (8 * 700)
-# Thermal design power in watts, from the data sheets that plan/devices.py names.
-DESIGN_WATTS = {
-    "gb300": 1400,
-    "b300": 1100,
-    "gb200": 1200,
-    "b200": 1000,
-    "gh200": 700,
-    "h200": 700,
-    "h200-nvl": 600,
-    "h100": 700,
-    "h100-pcie": 350,
-    "h100-nvl": 400,
-    "a100-40gb": 400,
-    "a100-80gb": 400,
-    "a30": 165,
-    "l40s": 350,
-    "l40": 300,
-    "l4": 72,
-    "a40": 300,
-    "a10": 150,
-    "a10g": 300,
-    "rtx-pro-6000": 600,
-    "rtx-6000-ada": 300,
-    "rtx-a6000": 300,
-    "rtx-5090": 575,
-    "rtx-4090": 450,
-    "rtx-3090": 350,
-    "v100-16gb": 300,
-    "v100-32gb": 300,
-    "v100-pcie-16gb": 250,
-    "v100-pcie-32gb": 250,
-    "t4": 70,
-    "mi325x": 1000,
-    "mi300x": 750,
-    "mi250x": 280,  # one of its two dies; 560 together
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCost:
-    """What all optimizer steps of a run take. The interval is that of the predicted step time.
+    """Time, cost, energy and CO2 of all optimizer steps. The interval is that of the predicted step time.
 
     Attributes:
         hours: wall time of the steps.
@@ -120,8 +84,8 @@ def gpu_watts(plan: RunPlan) -> float | None:
     given = plan.config.cluster.energy.watts_per_gpu
     if given is not None:
         return given
-    name = normalise_gpu_name(plan.world.gpu) if plan.world.gpu is not None else None
-    return None if name is None else DESIGN_WATTS[name] * NODE_SHARE
+    gpu = find_gpu(plan.world.gpu)
+    return None if gpu is None else gpu.design_watts * NODE_SHARE
 
 
 def format_cost(cost: RunCost) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What an advice minimizes: the time of a step, or GPU-hours within a deadline or a budget."""
+"""The goal of an advice: the shortest step, or the fewest GPU-hours within a deadline or a budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.plan.types import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is best, and what a layout must satisfy. Times are those of a step.
+    """The quantity that an advice minimizes, and the limits of a layout. Times are those of a step.
 
     Attributes:
         cheapest: fewest GPU-seconds instead of fewest seconds.
@@ -78,7 +78,7 @@ def most_gpu_hours(config: RunConfig) -> float | None:
 
 
 def _full_steps(config: RunConfig, world: World) -> float:
-    """As :func:`full_steps`, of one rank: no layout changes the samples of a run."""
+    """Return :func:`full_steps` of one rank: no layout changes the samples of a run."""
     train = replace(config.train, micro_batch=1)
     parallel = replace(config.parallel, tensor=1, pipeline=1, context=1, expert=1)
     alone = draft_plan(replace(config, train=train, parallel=parallel), replace(world, ranks=1)).plan

@@ -9,7 +9,6 @@ from typing import Any
 
 from toolkit.config.checkpoint import parse_cadence
 from toolkit.estimate.cost import full_steps
-from toolkit.estimate.daly import optimal_interval, waiting_share
 from toolkit.estimate.save_interval import (
     NODE_MTBF_HOURS,
     PAUSE_SECONDS,
@@ -17,6 +16,8 @@ from toolkit.estimate.save_interval import (
     choose_interval,
     expected_costs,
     first_costs,
+    optimal_interval,
+    waiting_share,
 )
 from toolkit.estimate.types import StepEstimate
 from toolkit.plan.checkpoint_size import assumed_speed

@@ -43,7 +43,7 @@ TCP_LATENCY = 50e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interconnect:
-    """How a kind of GPU is usually connected.
+    """The usual connections of a kind of GPU.
 
     Attributes:
         fabric: NVLink or xGMI bytes per second of a GPU in one direction; None: only PCIe.

@@ -34,7 +34,7 @@ MOST_VIRTUAL = 8  # model chunks of a stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a run is executed.
+    """The machines, axes and memory settings with which a run is executed.
 
     Attributes:
         nodes: machines.

@@ -3,7 +3,7 @@
 The estimate of a step is ``C + M``: seconds of computing (forward, backward, bubble, optimizer, transfers)
 and seconds of exposed communication. A measured run took ``a C + b M``. The factors ``a`` and ``b`` are those
 of the machine, so they hold at every number of ranks, and two runs with different shares of communication
-determine both. The prior of their logarithms (estimate/calibrate.py) is as wide as the estimate's own
+determine both. The prior of their logarithms (estimate/calibration_fit.py) is as wide as the estimate's own
 interval; so one run, or several with the same shares, moves only what it has measured.
 """
 
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.estimate.calibrate import fit_positive
+from toolkit.estimate.calibration_fit import fit_positive
 from toolkit.estimate.types import INTERVAL_QUANTILE, StepEstimate
 from toolkit.step_parts import COMMUNICATION
 
@@ -72,7 +72,7 @@ def log_spread(estimate: StepEstimate) -> float:
     return max(LEAST_SPREAD, math.log(estimate.high / estimate.low) / (2 * INTERVAL_QUANTILE))
 
 
-def fit_factors(runs: Sequence[MeasuredEstimate]) -> SpeedFactors:
+def fit_speed_factors(runs: Sequence[MeasuredEstimate]) -> SpeedFactors:
     """Fit both factors to at least one run.
 
     The covariance grows where the runs contradict each other, or the interval of the estimates.

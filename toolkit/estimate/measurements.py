@@ -1,4 +1,4 @@
-"""What ``launch/calibrate.py`` measures on a machine, as stored in a calibration file.
+"""The measurements of ``launch/calibrate.py`` on a machine, as stored in a calibration file.
 
 All times are seconds, all sizes bytes. ``observe/device_benchmark.py`` and
 ``observe/collective_benchmark.py`` measure them; ``estimate/calibrated_profile.py`` uses them.
@@ -67,12 +67,14 @@ class CollectiveTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTimings:
-    """Attributes:
-    gemms, attentions: over a grid of shapes.
-    memory_bandwidth: bytes per second that a large element-wise operation reads and writes.
-    operator_seconds: of an operator on a tiny tensor, forward and backward on average, including the launch.
-    to_device, to_host: bytes per second of copies from and to pinned host memory; None on a CPU.
-    optimizer_bandwidth: bytes per second that an AdamW update of many parameters reads and writes.
+    """Measurements of one rank's own device.
+
+    Attributes:
+        gemms, attentions: over a grid of shapes.
+        memory_bandwidth: bytes per second that a large element-wise operation reads and writes.
+        operator_seconds: of an operator on a tiny tensor with its launch, forward and backward on average.
+        to_device, to_host: bytes per second of copies from and to pinned host memory; None on a CPU.
+        optimizer_bandwidth: bytes per second that an AdamW update of many parameters reads and writes.
     """
 
     gemms: tuple[GemmTiming, ...]

@@ -13,14 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from toolkit.config.kernels import AttentionKernel
-from toolkit.config.schema import EngineName, Precision
+from toolkit.config.schema import EngineName
 from toolkit.families import get_family
 from toolkit.families.base import FamilyTraits, ModelShape, NormKind
+from toolkit.optimizers.base import FP32
 from toolkit.plan.attention import has_dense_mask
 from toolkit.plan.kernels import FUSED, TRANSFORMER_ENGINE
 from toolkit.plan.types import Device, RunPlan
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class FusedAttention:
         pairs: pairs of a query and a key that one head computes, without the masked half.
         length: of the keys of a sequence.
         width: of one head.
-        moved: elements of queries, keys, values and output.
+        moved_bytes: of queries, keys, values and output.
         backward: whether it computes gradients, which takes five products instead of two (Dao, 2307.08691,
             section 3.1).
     """
@@ -57,7 +56,7 @@ class FusedAttention:
     pairs: float
     length: int
     width: int
-    moved: float
+    moved_bytes: float
     backward: bool = False
 
     @property
@@ -67,9 +66,9 @@ class FusedAttention:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """``kernels`` that read and write ``moved`` bytes of device memory together."""
+    """``kernels`` that read and write ``moved_bytes`` of device memory together."""
 
-    moved: float
+    moved_bytes: float
     kernels: int = 1
 
 
@@ -91,17 +90,18 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What one rank computes of a micro-batch, and with which kernels.
+    """The part of a micro-batch that one rank computes, and the kernels that it uses.
 
     Attributes:
         tokens: of the micro-batch on this rank.
         sequences: of the micro-batch.
         length: of a whole sequence.
         context: context-parallel ranks.
-        heads_only: whether context ranks exchange heads for tokens in attention (DeepSpeed's Ulysses), rather
-            than keys.
+        ulysses: whether context ranks exchange tokens for heads in attention, as DeepSpeed's Ulysses does;
+            otherwise they gather keys and values.
         tensor: tensor-parallel ranks.
-        spread: ranks that share the tensors between products: ``tensor`` with sequence parallelism, else 1.
+        sequence_ranks: ranks that share the tensors between products: ``tensor`` with sequence parallelism,
+            else 1.
         expert: expert-parallel ranks.
         element: bytes of an element.
         fp8: whether products of decoder layers are in fp8.
@@ -111,16 +111,16 @@ class RankShare:
         dense_mask: whether attention reads a mask of all pairs.
         dropout: whether the residual stream and, where they are stored, attention weights have dropout.
         fused_loss: whether logits are computed for one chunk of tokens at a time.
-        split_head: ranks that share the output layer.
+        head_ranks: those that share the output layer.
     """
 
     tokens: float
     sequences: int
     length: int
     context: int
-    heads_only: bool
+    ulysses: bool
     tensor: int
-    spread: int
+    sequence_ranks: int
     expert: int
     element: int
     fp8: bool
@@ -131,11 +131,11 @@ class RankShare:
     dense_mask: bool
     dropout: bool
     fused_loss: bool
-    split_head: int
+    head_ranks: int
 
 
 def share_of_rank(plan: RunPlan, shape: ModelShape) -> RankShare:
-    """What a rank of ``plan`` computes of one micro-batch."""
+    """Return the part of one micro-batch that a rank of ``plan`` computes."""
     config, axes, kernels = plan.config, plan.axes, plan.kernels
     megatron = config.engine.name is EngineName.megatron
     settings = plan.megatron["transformer"] if plan.megatron is not None else {}
@@ -147,11 +147,11 @@ def share_of_rank(plan: RunPlan, shape: ModelShape) -> RankShare:
         sequences=plan.batch.micro_batch,
         length=config.train.sequence_length,
         context=axes.context,
-        heads_only=not megatron,
+        ulysses=not megatron,
         tensor=axes.tensor,
-        spread=axes.tensor if settings.get("sequence_parallel") else 1,
+        sequence_ranks=axes.tensor if settings.get("sequence_parallel") else 1,
         expert=axes.expert,
-        element=FP32 if config.precision.name is Precision.fp32 else 2,
+        element=config.precision.element_bytes,
         fp8=config.precision.fp8,
         fused=compiled or bool(settings.get("bias_activation_fusion") or settings.get("bias_dropout_fusion")),
         fused_norms=compiled or (on_gpu and (megatron or get_norm(shape) is NormKind.layer)),
@@ -160,7 +160,7 @@ def share_of_rank(plan: RunPlan, shape: ModelShape) -> RankShare:
         dense_mask=has_dense_mask(config, kernels.attention.name),
         dropout=shape.dropout > 0,
         fused_loss=kernels.loss.name == FUSED,
-        split_head=axes.tensor if megatron or not shape.tie_word_embeddings else 1,
+        head_ranks=axes.tensor if megatron or not shape.tie_word_embeddings else 1,
     )
 
 
@@ -178,7 +178,7 @@ def layer_work(shape: ModelShape, share: RankShare, weights: float = 0.0) -> Wor
     hidden, tokens, element = shape.hidden_size, share.tokens, share.element
     queries = shape.num_attention_heads * shape.head_dim / share.tensor
     keys = shape.num_key_value_heads * shape.head_dim / share.tensor
-    between = tokens * hidden / share.spread * element  # bytes of the residual stream on this rank
+    between = tokens * hidden / share.sequence_ranks * element  # bytes of the residual stream on this rank
     rotated = tokens * (queries + keys) * element
     norm = _norm(between, fused=share.fused_norms)
     # The sum of the stream and a layer's output with its bias. The gradient passes through.
@@ -213,11 +213,13 @@ def head_work(shape: ModelShape, share: RankShare) -> Work:
     The plain loss writes logits, converts them to fp32, and reads them for the maximum, the sum and the
     target; backward writes their gradient. The fused loss does the same in chunks, with fewer passes.
     """
-    rows = shape.vocab_size / share.split_head
+    rows = shape.vocab_size / share.head_ranks
     logits = share.tokens * rows
     forward, backward = (3 * share.element, 2 * share.element) if share.fused_loss else (4 * FP32, 3 * FP32)
     return _join(
-        _norm(share.tokens * shape.hidden_size / share.spread * share.element, fused=share.fused_norms),
+        _norm(
+            share.tokens * shape.hidden_size / share.sequence_ranks * share.element, fused=share.fused_norms
+        ),
         _linear(share.tokens, rows, shape.hidden_size, replace(share, fp8=False)),
         _elementwise(logits * forward, logits * backward, 4),
     )
@@ -229,14 +231,14 @@ def embedding_work(shape: ModelShape, share: RankShare) -> Work:
     return _elementwise(2 * rows, 3 * rows, 2)
 
 
-def optimizer_work(elements: float, element: int, *, fused: bool, moments: int = 2) -> Elementwise:
-    """The update of ``elements`` parameters with weights of ``element`` bytes.
+def optimizer_work(elements: float, element: int, *, fused: bool) -> Elementwise:
+    """The update of ``elements`` parameters with weights of ``element`` bytes and two moments.
 
     Gradients are read for the norm and for the update, master weights and moments are read and written, and
     16-bit weights are written. Without a fused kernel, each elementwise step of Adam reads and writes its
     tensors, which is about three times as much.
     """
-    once = 2 * FP32 + 2 * FP32 * (1 + moments) + (element if element != FP32 else 0)
+    once = 2 * FP32 + 2 * FP32 * 3 + (element if element != FP32 else 0)
     return Elementwise(elements * (once if fused else 3 * once), 4)
 
 
@@ -275,12 +277,12 @@ def attention_work(shape: ModelShape, share: RankShare) -> Work:
     everything = share.sequences * share.length * share.length / share.context
     width, element = shape.head_dim, share.element
     if share.attention != AttentionKernel.eager.value:
-        moved = share.tokens * (2 * heads + 2 * keys) * width * element
+        moved_bytes = share.tokens * (2 * heads + 2 * keys) * width * element
         pairs = everything if share.dense_mask else everything / 2
-        forward = FusedAttention(heads, pairs, share.length, width, moved)
+        forward = FusedAttention(heads, pairs, share.length, width, moved_bytes)
         return Work((forward,), (replace(forward, backward=True),))
-    count = share.sequences * heads / (share.context if share.heads_only else 1)
-    rows = share.length if share.heads_only else share.length / share.context
+    count = share.sequences * heads / (share.context if share.ulysses else 1)
+    rows = share.length if share.ulysses else share.length / share.context
     scores = Matmul(rows, share.length, width, count)
     values = Matmul(rows, width, share.length, count)
     weights = heads * everything

@@ -71,7 +71,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
             "micro_batch": plan.batch.micro_batch,
             "global_batch": plan.batch.global_batch,
             "data_parallel": plan.batch.data_parallel,
-            "accumulation": _accumulation(plan),
+            "accumulation": plan.batch.accumulation,
             f"{plan.unit}_per_step": plan.units_per_step,
             "stages": [asdict(stage) for stage in plan.batch.stages],
         },
@@ -137,6 +137,11 @@ def format_plan(plan: RunPlan) -> RenderableType:
     return Group(*parts)
 
 
+def describe_axes(plan: RunPlan) -> str:
+    """Name the axes of several ranks: ``data 16, tensor 8``."""
+    return ", ".join(f"{name} {size}" for name, size in asdict(plan.axes).items() if size > 1) or "one rank"
+
+
 def kernel_choices(plan: RunPlan) -> Iterator[tuple[str, KernelChoice]]:
     """The rows of ``plan.kernels`` with their titles."""
     for field in fields(plan.kernels):
@@ -144,55 +149,19 @@ def kernel_choices(plan: RunPlan) -> Iterator[tuple[str, KernelChoice]]:
 
 
 def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    config, world, batch, axes = plan.config, plan.world, plan.batch, plan.axes
-    kind = world.gpu or "GPUs of unknown kind" if world.device is Device.CUDA else "CPU ranks"
+    config, world = plan.config, plan.world
     yield "run", f"{plan.run_dir}  (identity {plan.identity})"
-    yield "world", f"{world.ranks} x {kind} on {world.nodes} node{'s' * (world.nodes > 1)}"
+    yield "world", f"{world.ranks} x {world.hardware} on {world.nodes} node{'s' * (world.nodes > 1)}"
     yield "engine", _engine(plan)
-    yield "axes", ", ".join(f"{name} {size}" for name, size in asdict(axes).items() if size > 1) or "one rank"
+    yield "axes", describe_axes(plan)
     fp8 = ", matrix products of decoder layers in fp8" if config.precision.fp8 else ""
     yield "precision", f"{config.precision.name.value}{fp8}"
-    if plan.shape is not None:
-        shape = plan.shape
-        count = sum(spec.numel for spec in plan.parameters)
-        yield (
-            "model",
-            (
-                f"{shape.family}, {count:,} parameters: {shape.num_hidden_layers} layers of "
-                f"{shape.hidden_size}, "
-                f"{shape.num_attention_heads}/{shape.num_key_value_heads} heads, vocabulary "
-                f"{shape.vocab_size:,}"
-            ),
-        )
-    elif plan.parameters:
-        count = sum(spec.numel for spec in plan.parameters)
-        hf = config.model.hf
-        yield "model", f"{hf.architecture} of {hf.model_type}, {count:,} parameters"
-    elif isinstance(plan.trace, ModuleTrace):
-        yield "model", f"{config.model.target}, {plan.trace.numel:,} parameters"
-    else:
-        yield "model", f"{config.model.target}"
+    yield "model", _model(plan)
     if isinstance(plan.trace, ModuleTrace):
         yield "trace", _describe_trace(plan.trace)
     elif isinstance(plan.trace, NotTraced):
         yield "not known", f"activation memory, FLOPs and MFU, because {plan.trace.reason}"
-    samples = f"sequences of {config.train.sequence_length}" if plan.unit == "tokens" else plan.unit
-    yield (
-        "batch",
-        (
-            f"{batch.global_batch} {samples} = micro-batch {batch.micro_batch} x {batch.data_parallel} data "
-            f"ranks x "
-            f"accumulation {_accumulation(plan)}"
-        ),
-    )
-    if len(batch.stages) > 1:
-        first, last = batch.stages[0], batch.stages[-1]
-        yield (
-            "batch ramp",
-            f"from {first.size} in {len(batch.stages) - 1} stages; full from step {last.first_step:,} on",
-        )
-    total = batch.at(config.train.steps).first_sample * plan.units_per_sample
-    yield plan.unit, f"{plan.units_per_step:,} a step, {total:,} in {config.train.steps:,} steps"
+    yield from _batch_facts(plan)
     yield "optimizer", _optimizer(plan)
     for title, choice in kernel_choices(plan):
         yield title, f"{choice.name}: {choice.reason}"
@@ -201,6 +170,39 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "saves", f"in the {place}: {plan.saves.reason}"
     if (seconds := _first_auto_interval(plan)) is not None:
         yield "", f"checkpoint.every=auto: at first after {duration(seconds)} of training, then as measured"
+    yield from _predictions(plan)
+
+
+def _model(plan: RunPlan) -> str:
+    shape, model = plan.shape, plan.config.model
+    count = sum(spec.numel for spec in plan.parameters)
+    if shape is not None:
+        return (
+            f"{shape.family}, {count:,} parameters: {shape.num_hidden_layers} layers of {shape.hidden_size}, "
+            f"{shape.num_attention_heads}/{shape.num_key_value_heads} heads, vocabulary {shape.vocab_size:,}"
+        )
+    if plan.parameters:
+        return f"{model.hf.architecture} of {model.hf.model_type}, {count:,} parameters"
+    if isinstance(plan.trace, ModuleTrace):
+        return f"{model.target}, {plan.trace.numel:,} parameters"
+    return f"{model.target}"
+
+
+def _batch_facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    batch, train = plan.batch, plan.config.train
+    samples = f"sequences of {train.sequence_length}" if plan.unit == "tokens" else plan.unit
+    factors = f"{batch.data_parallel} data ranks x accumulation {batch.accumulation}"
+    yield "batch", f"{batch.global_batch} {samples} = micro-batch {batch.micro_batch} x {factors}"
+    if len(batch.stages) > 1:
+        first, last = batch.stages[0], batch.stages[-1]
+        stages = f"{len(batch.stages) - 1} stages"
+        yield "batch ramp", f"from {first.size} in {stages}; full from step {last.first_step:,} on"
+    total = batch.at(train.steps).first_sample * plan.units_per_sample
+    yield plan.unit, f"{plan.units_per_step:,} a step, {total:,} in {train.steps:,} steps"
+
+
+def _predictions(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """Rows of what is computed from the plan: FLOPs, time, cost, goodput, budget and memory."""
     if flops_per_step(plan) is not None:
         yield "compute", _compute(plan)
     yield "step", _step(plan)
@@ -213,20 +215,14 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield from format_budget(plan, forecast_budget(plan, estimate))
     if plan.memory is not None:
         yield "memory", _fit(plan)
-    if world.device is Device.CUDA:
+    if plan.world.device is Device.CUDA:
         peak = peak_flops(plan)
-        yield (
-            "MFU",
-            (
-                f"none: {why_no_utilisation(plan)}"
-                if peak is None
-                else f"of {peak / 1e12:.1f} TFLOP/s a GPU, the dense 16-bit peak of {world.gpu}"
-            ),
-        )
+        of = "" if peak is None else f"of {peak / 1e12:.1f} TFLOP/s a GPU, the dense 16-bit peak of "
+        yield "MFU", f"{of}{plan.world.gpu}" if of else f"none: {why_no_utilisation(plan)}"
 
 
 def _describe_trace(trace: ModuleTrace) -> str:
-    """What the figures of a model without a family come from."""
+    """Describe the source of the figures of a model without a family."""
     text = f"memory and FLOPs of {trace.operators:,} operators of a forward and backward pass on fake tensors"
     if trace.traced_blocks is None:
         return text
@@ -371,7 +367,3 @@ def _memory_table(plan: RunPlan) -> RenderableType:
 
 def _gb(value: int) -> str:
     return f"{value / 1e9:,.3f}"
-
-
-def _accumulation(plan: RunPlan) -> int:
-    return plan.batch.global_batch // (plan.batch.micro_batch * plan.batch.data_parallel)

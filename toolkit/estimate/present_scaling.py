@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import RunConfig
 from toolkit.estimate.measured_factors import MeasuredEstimate, SpeedFactors, apply_factors
+from toolkit.estimate.present import describe_axes
 from toolkit.estimate.scaling import (
     LEAST_EFFICIENCY,
     Candidate,
@@ -20,7 +21,7 @@ from toolkit.estimate.scaling import (
     verdict,
 )
 from toolkit.estimate.types import StepEstimate
-from toolkit.plan.types import Device, RunPlan, World
+from toolkit.plan.types import RunPlan, World
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,13 +47,15 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingReport:
-    """Attributes:
-    name: of the run.
-    hardware: of the described machines, for people.
-    unit: of throughput, in the plural; ``units_per_sample`` of them are a sample.
-    curves: strong and weak scaling.
-    measured: runs to compare with, by rising number of ranks; ``factors`` were fitted to them, None without
-        runs.
+    """The scaling of a run, as shown in the terminal, in JSON and on the page.
+
+    Attributes:
+        name: of the run.
+        hardware: of the described machines, for people.
+        unit: of throughput, in the plural; ``units_per_sample`` of them are a sample.
+        curves: strong and weak scaling.
+        measured: runs to compare with, by rising number of ranks.
+        factors: fitted to them; None without runs.
     """
 
     name: str
@@ -74,8 +77,8 @@ def create_report(
     ranks: Sequence[int],
     estimate: Estimator,
     *,
-    measured: Sequence[MeasuredEstimate] = (),
-    factors: SpeedFactors | None = None,
+    measured: Sequence[MeasuredEstimate],
+    factors: SpeedFactors | None,
     fixed: Container[str] = (),
     advance: Callable[[], object] = lambda: None,
 ) -> ScalingReport:
@@ -87,10 +90,9 @@ def create_report(
         for kind in Scaling
     )
     plans = [curve.reference.plan for curve in curves if curve.reference is not None]
-    kind = world.gpu or "GPUs of unknown kind" if world.device is Device.CUDA else "CPU ranks"
     return ScalingReport(
         name=config.run.name,
-        hardware=f"nodes of {world.ranks_per_node} x {kind}",
+        hardware=f"nodes of {world.ranks_per_node} x {world.hardware}",
         unit=plans[0].unit if plans else "samples",
         units_per_sample=plans[0].units_per_sample if plans else 1,
         curves=curves,
@@ -101,10 +103,7 @@ def create_report(
 
 def describe_layout(plan: RunPlan) -> str:
     """Return the sizes of axes and micro-batch: ``data 16, tensor 8, micro-batch 2 x 4``."""
-    axes = ", ".join(f"{name} {size}" for name, size in asdict(plan.axes).items() if size > 1) or "one rank"
-    batch = plan.batch
-    accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    return f"{axes}, micro-batch {batch.micro_batch} x {accumulation}"
+    return f"{describe_axes(plan)}, micro-batch {plan.batch.micro_batch} x {plan.batch.accumulation}"
 
 
 def scaling_to_json(report: ScalingReport) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from toolkit.commands import command_line
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import InputError, Problem
-from toolkit.estimate.calibration import KEY, damaged_file, read_calibration
+from toolkit.estimate.calibration_file import KEY, damaged_file, read_calibration
 from toolkit.plan.devices import GPUS, normalise_gpu_name
 from toolkit.plan.types import Device, World
 
@@ -105,7 +105,7 @@ class HardwareProfile:
     uncertainty: float = 0.3
 
     @property
-    def moved_per_second(self) -> float:
+    def effective_bandwidth(self) -> float:
         """Bytes per second of elementwise kernels."""
         return self.bandwidth * self.bandwidth_fraction
 

@@ -1,7 +1,9 @@
-"""The interval between saves with ``checkpoint.every=auto``.
+"""The interval between saves with ``checkpoint.every=auto``, and what saves and failures cost.
 
-It is the interval of Daly (``estimate/daly.py``) for the seconds that a save stops training and the mean time
-between failures. The interval is clamped where the model does not apply:
+The model is that of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+Future Generation Computer Systems 22 (2006): failures are independent and exponentially distributed, a
+failure costs a restart and the work since the newest checkpoint, and may also happen during a save or a
+restart. The interval is clamped where the model does not apply:
 
 - at least a minute. Shorter intervals gain less than half a minute per failure, which is small compared with
   a restart, and burden the storage. And at least the time until a save is committed, because only one save
@@ -14,9 +16,8 @@ between failures. The interval is clamped where the model does not apply:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isinf
+from math import exp, expm1, isinf, sqrt
 
-from toolkit.estimate.daly import optimal_interval, useful_share
 from toolkit.estimate.interconnects import topology_of
 from toolkit.plan.checkpoint_size import assumed_speed, rank_bytes
 from toolkit.plan.types import Device, RunPlan
@@ -39,7 +40,7 @@ MAX_SHARE = 0.01  # of the time in saves, up to which MAX_SECONDS holds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCosts:
-    """What saves and failures cost, in seconds.
+    """Costs of saves and failures, in seconds.
 
     Attributes:
         save: for which a save stops training.
@@ -89,7 +90,7 @@ def prior_between_failures(plan: RunPlan) -> float:
 
 
 def expected_costs(plan: RunPlan, between_failures: float) -> SaveCosts | None:
-    """What saves and failures cost before they are measured; None if the size of a checkpoint is unknown."""
+    """Predict the costs of saves and failures; return None if the size of a checkpoint is unknown."""
     size = rank_bytes(plan)
     if size is None:
         return None
@@ -108,11 +109,61 @@ def expected_costs(plan: RunPlan, between_failures: float) -> SaveCosts | None:
 
 
 def first_costs(plan: RunPlan) -> SaveCosts:
-    """What ``checkpoint.every=auto`` assumes before it has measured anything. A checkpoint of unknown size is
-    taken for a small one, until the first save is measured.
+    """Return the costs that ``checkpoint.every=auto`` assumes before it has measured any.
+
+    A checkpoint of unknown size is assumed to be small until the first save is measured.
     """
     mean = prior_between_failures(plan)
     small = SaveCosts(
         save=PAUSE_SECONDS, commit=PAUSE_SECONDS, restart=RESTART_SECONDS, between_failures=mean
     )
     return expected_costs(plan, mean) or small
+
+
+def useful_share(interval: float, save: float, restart: float, between_failures: float) -> float:
+    """Useful time / wall time (Daly 2006, equation 20).
+
+    Args:
+        interval: seconds of training between two saves.
+        save: seconds of a save, in which training stops.
+        restart: seconds that a failure costs in addition to the work since the last save.
+        between_failures: mean seconds between failures of the run; infinite without failures.
+    """
+    if isinf(between_failures):
+        return interval / (interval + save)
+    mean = between_failures
+    if (interval + save) / mean > 500:  # exp overflows above 709
+        return 0.0
+    return interval / (mean * exp(restart / mean) * expm1((interval + save) / mean))
+
+
+def optimal_interval(save: float, between_failures: float) -> float:
+    """Seconds of training between two saves with the least wall time (Daly 2006, equation 37). It does not
+    depend on the cost of a restart.
+
+    For saves that are short compared with the time between failures it is about ``sqrt(2 save
+    between_failures)``: Young, "A first order approximation to the optimum checkpoint interval", 1974.
+    """
+    if save >= 2 * between_failures:
+        return between_failures
+    ratio = save / (2 * between_failures)
+    return sqrt(2 * save * between_failures) * (1 + sqrt(ratio) / 3 + ratio / 9) - save
+
+
+def waiting_share(spares: int, repair: float, between_failures: float) -> float:
+    """Share of the wall time in which a run waits for nodes because more than ``spares`` are under repair.
+
+    A run that waits has no failures, so the nodes under repair are the busy servers of a loss system with
+    ``spares + 1`` servers, which all are busy for the share that Erlang's formula B gives (Erlang 1917). It
+    depends only on the mean of the repair times.
+
+    Args:
+        repair: mean seconds until a node that failed is repaired or replaced.
+        between_failures: mean seconds between failures of the run while it does not wait.
+    """
+    if isinf(between_failures):
+        return 0.0
+    load, share = repair / between_failures, 1.0
+    for servers in range(1, spares + 2):
+        share = load * share / (servers + load * share)
+    return share

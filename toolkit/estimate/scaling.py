@@ -1,5 +1,4 @@
-"""How a run scales: the predicted step time from few ranks to many, and the change that helps where it
-breaks.
+"""Predict the scaling of a run from few ranks to many, and find the change that helps where it breaks.
 
 Strong scaling keeps the global batch. Weak scaling keeps the samples per rank: ``train.global_batch`` is that
 of the described machines (``cluster.*``), and grows and shrinks with their number. The efficiency of a point

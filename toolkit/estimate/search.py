@@ -22,7 +22,7 @@ from itertools import count as count_up
 from math import inf
 from typing import NamedTuple
 
-from toolkit.config.schema import EngineName, OffloadDevice, Precision
+from toolkit.config.schema import EngineName, OffloadDevice
 from toolkit.errors import Problem, Severity
 from toolkit.estimate.goal import Goal
 from toolkit.estimate.layouts import Layout, SearchSpace
@@ -35,7 +35,7 @@ from toolkit.plan.checkpoint_size import state_bytes
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.make import draft_plan
 from toolkit.plan.memory_verdict import USABLE, Fit, judge_memory
-from toolkit.plan.memory_zero import FP32, element_bytes
+from toolkit.plan.memory_zero import FP32
 from toolkit.plan.rank_parameters import is_expert_parameter
 from toolkit.plan.types import Device, RunPlan
 from toolkit.step_parts import BACKWARD, FORWARD, communication
@@ -152,7 +152,7 @@ class Evaluator:
         config = self.space.config
         plan = draft_plan(layout.apply(config), layout.world(self.space.world)).plan
         parameters = () if plan is None else plan.parameters
-        return _StateSizes.of(parameters, config.precision.name, state_bytes(config, parameters))
+        return _StateSizes.of(parameters, config.precision.element_bytes, state_bytes(config, parameters))
 
     def _data_ranks(self, layout: Layout) -> int:
         return layout.ranks(self.space.world) // layout.model_ranks
@@ -255,8 +255,10 @@ def find_best(
 
 
 def layout_kind(layout: Layout) -> tuple[object, ...]:
-    """What distinguishes the layouts of an advice. The best micro-batch, recomputation and offload, and the
-    best ZeRO stage that divides no parameters, are chosen within a kind.
+    """Return the properties that distinguish the layouts of an advice.
+
+    The best micro-batch, recomputation and offload, and the best ZeRO stage that divides no parameters, are
+    chosen within a kind.
     """
     axes = (layout.tensor, layout.pipeline, layout.virtual, layout.context, layout.expert)
     return layout.nodes, layout.engine, axes, layout.zero == 3
@@ -349,8 +351,7 @@ class _StateSizes:
     optimizer: int  # master weights and moments
 
     @classmethod
-    def of(cls, parameters: Iterable[ParameterSpec], precision: Precision, states: int) -> _StateSizes:
-        width = element_bytes(precision)
+    def of(cls, parameters: Iterable[ParameterSpec], width: int, states: int) -> _StateSizes:
         dense = expert = 0
         for spec in parameters:
             if is_expert_parameter(spec):

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.config.kernels import AttentionKernel
-from toolkit.config.schema import Precision
 from toolkit.estimate.communication import Exposed, LayerExchanges, Network, end_exchanges, layer_exchanges
 from toolkit.estimate.compute import device_seconds, pass_seconds
 from toolkit.estimate.operators import (
-    FP32,
     Elementwise,
     Operator,
     RankShare,
@@ -37,9 +35,8 @@ GRADIENT_BYTES = 2 + 2 + 2 * 4
 # and the schedule's own work.
 MESSAGE_OPERATORS = 5
 NOTHING = Exposed()
-MODULES_AROUND = (
-    4  # modules of a layer without parameters: layer, attention, feed-forward, activation function
-)
+# Modules of a layer without parameters: layer, attention, feed-forward, activation function.
+MODULES_AROUND = 4
 MODULES_OUTSIDE = 6  # of the layers: the model and its base, embedding, rotary embedding, norm, output layer
 # Operators of torch that the host starts in the time of one operator of estimate/operators.py.
 TRACED_OPERATORS = 5
@@ -91,7 +88,7 @@ def pipeline_of_stages(
     gradients = (elements.layer + elements.experts) * GRADIENT_BYTES
     layer = _layer_passes(plan, shape, share, network, clock, gradients)
     if plan.kernels.layers.name == LOCAL_LAYERS and on_gpus(plan):
-        dated = replace(share, attention=AttentionKernel.eager.value, spread=1, dropout=True)
+        dated = replace(share, attention=AttentionKernel.eager.value, sequence_ranks=1, dropout=True)
         layer = layer.mixed(
             _layer_passes(plan, shape, dated, network, clock, gradients), profile.local_layers_of_2022
         )
@@ -127,13 +124,13 @@ def traced_stage(plan: RunPlan, trace: ModuleTrace, profile: HardwareProfile) ->
     and read in each pass. The host starts ``TRACED_OPERATORS`` of them in the time of one operator of a
     family's layers, which is a module with several of torch's.
     """
-    element = FP32 if plan.config.precision.name is Precision.fp32 else 2
+    element = plan.config.precision.element_bytes
     clock = profile.matmul_rate(element) / profile.torch_layers
     total = sum(trace.forward_flops.values()) + sum(trace.backward_flops.values())
 
     def one(flops: Mapping[str, float]) -> Pass:
         work = sum(flops.values())
-        device = work / clock + 2 * trace.peak_bytes / profile.moved_per_second
+        device = work / clock + 2 * trace.peak_bytes / profile.effective_bandwidth
         started = trace.operators * (work / total if total else 0.5)
         return Pass(max(device, started * profile.host_seconds / TRACED_OPERATORS), NOTHING)
 
@@ -157,7 +154,7 @@ class LayerPasses:
     recomputed: Pass
 
     def mixed(self, other: LayerPasses, share: float) -> LayerPasses:
-        """With a ``share`` of ``other``."""
+        """Return these passes with a ``share`` of them replaced by ``other``."""
         return LayerPasses(
             self.forward * (1 - share) + other.forward * share,
             self.backward * (1 - share) + other.backward * share,
@@ -234,7 +231,7 @@ def _recomputed_modules(keys: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _recomputed_layers(plan: RunPlan, shape: ModelShape, chunk: range) -> int:
-    """How many of a chunk's layers are recomputed, in full or in part."""
+    """Return the number of a chunk's layers that are recomputed, in full or in part."""
     recomputation = plan.config.train.recomputation
     if plan.megatron is None:
         return len(chunk) if recomputation.selective else recomputation.count(chunk)

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 
 from toolkit.config.optim import OptimizerKernel
-from toolkit.config.schema import EngineName, OffloadDevice, Precision
+from toolkit.config.schema import EngineName, OffloadDevice
 from toolkit.estimate.communication import (
     Network,
     StateExchanges,
@@ -16,7 +16,7 @@ from toolkit.estimate.communication import (
 )
 from toolkit.estimate.compute import device_seconds
 from toolkit.estimate.network import Collective
-from toolkit.estimate.operators import FP32, optimizer_work, share_of_rank
+from toolkit.estimate.operators import optimizer_work, share_of_rank
 from toolkit.estimate.pipeline import PipelineSchedule, simulate
 from toolkit.estimate.profile import HardwareProfile
 from toolkit.estimate.stages import LOCAL_LAYERS, on_gpus, pipeline_of_stages, sum_passes, traced_stage
@@ -37,16 +37,16 @@ def estimate_step(plan: RunPlan, profile: HardwareProfile) -> StepEstimate | Non
     """Return the predicted time of one optimizer step; None if it is not known (:func:`why_no_estimate`)."""
     if plan.config.task.target is not None:
         return None
-    network, element = Network(plan, profile), FP32 if plan.config.precision.name is Precision.fp32 else 2
+    network, element = Network(plan, profile), plan.config.precision.element_bytes
     if plan.shape is not None:
         shape, share = plan.shape, share_of_rank(plan, plan.shape)
         stages = pipeline_of_stages(plan, shape, share, profile, network)
-        message = share.tokens * shape.hidden_size / share.spread * element
+        message = share.tokens * shape.hidden_size / share.sequence_ranks * element
     elif isinstance(plan.trace, ModuleTrace):
         stages, message = [traced_stage(plan, plan.trace, profile)], 0.0
     else:
         return None
-    micro_batches = plan.batch.global_batch // (plan.batch.micro_batch * plan.batch.data_parallel)
+    micro_batches = plan.batch.accumulation
     virtual = virtual_stages(plan.config) if plan.megatron is not None else 1
     times = simulate(
         micro_batches,
@@ -152,5 +152,5 @@ def _optimizer_seconds(plan: RunPlan, profile: HardwareProfile, elements: float,
     fused = name in (OptimizerKernel.fused.value, OptimizerKernel.cpu.value, TRANSFORMER_ENGINE)
     work = optimizer_work(elements, element, fused=fused)
     if plan.config.offload.optimizer is not OffloadDevice.none:
-        return work.moved / HOST_BYTES_PER_SECOND
+        return work.moved_bytes / HOST_BYTES_PER_SECOND
     return device_seconds((work,), profile, element) * profile.optimizer_factor

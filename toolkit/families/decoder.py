@@ -102,22 +102,22 @@ class Decoder:
     def _iter_megatron_tensors(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         table, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
         block = (
-            megatron_tables.rename_tensor("input_layernorm.weight", "input_layernorm.weight", norm),
+            megatron_tables.renamed_tensor("input_layernorm.weight", "input_layernorm.weight", norm),
             *self.megatron_attention(shape),
-            megatron_tables.rename_tensor(
+            megatron_tables.renamed_tensor(
                 "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", norm
             ),
             *self.megatron_feed_forward(shape),
         )
-        yield megatron_tables.rename_tensor(
+        yield megatron_tables.renamed_tensor(
             EMBEDDING, "model.embed_tokens.weight", table, TensorCut.vocabulary
         )
         for layer in range(shape.num_hidden_layers):
             for tensor in block:
-                yield megatron_tables.move_to_layer(tensor, layer, f"model.layers.{layer}.")
-        yield megatron_tables.rename_tensor("decoder.final_layernorm.weight", "model.norm.weight", norm)
+                yield megatron_tables.at_layer(tensor, layer, f"model.layers.{layer}.")
+        yield megatron_tables.renamed_tensor("decoder.final_layernorm.weight", "model.norm.weight", norm)
         if not shape.tie_word_embeddings:
-            yield megatron_tables.rename_tensor(OUTPUT, "lm_head.weight", table, TensorCut.vocabulary)
+            yield megatron_tables.renamed_tensor(OUTPUT, "lm_head.weight", table, TensorCut.vocabulary)
 
     def megatron_attention(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Names within a block: linear_qkv [(A + 2K) * D, H] by query groups, and linear_proj [H, A*D]."""
@@ -134,7 +134,7 @@ class Decoder:
                 yield MegatronTensor(
                     f"self_attention.linear_qkv.{kind}", (rows, *rest), parts, TensorCut.rows
                 )
-        yield megatron_tables.rename_tensor(
+        yield megatron_tables.renamed_tensor(
             "self_attention.linear_proj.weight",
             "self_attn.o_proj.weight",
             (shape.hidden_size, shape.num_attention_heads * shape.head_dim),
@@ -144,13 +144,13 @@ class Decoder:
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Names within a block: linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        yield megatron_tables.stack_rows(
+        yield megatron_tables.stacked_rows(
             "mlp.linear_fc1.weight",
             ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
             (inner, hidden),
             TensorCut.gated,
         )
-        yield megatron_tables.rename_tensor(
+        yield megatron_tables.renamed_tensor(
             "mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, inner), TensorCut.columns
         )
 

@@ -134,21 +134,21 @@ class GPT2Family:
     def _iter_megatron_tensors(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         table, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
         block = tuple(self._megatron_block(shape))
-        yield megatron_tables.rename_tensor(EMBEDDING, f"{PREFIX}wte.weight", table, TensorCut.vocabulary)
-        yield megatron_tables.rename_tensor(
+        yield megatron_tables.renamed_tensor(EMBEDDING, f"{PREFIX}wte.weight", table, TensorCut.vocabulary)
+        yield megatron_tables.renamed_tensor(
             "embedding.position_embeddings.weight",
             f"{PREFIX}wpe.weight",
             (shape.max_position_embeddings, shape.hidden_size),
         )
         for layer in range(shape.num_hidden_layers):
             for tensor in block:
-                yield megatron_tables.move_to_layer(tensor, layer, f"{PREFIX}h.{layer}.")
+                yield megatron_tables.at_layer(tensor, layer, f"{PREFIX}h.{layer}.")
         for kind in ("weight", "bias"):
-            yield megatron_tables.rename_tensor(
+            yield megatron_tables.renamed_tensor(
                 f"decoder.final_layernorm.{kind}", f"{PREFIX}ln_f.{kind}", norm
             )
         if not shape.tie_word_embeddings:
-            yield megatron_tables.rename_tensor(OUTPUT, "lm_head.weight", table, TensorCut.vocabulary)
+            yield megatron_tables.renamed_tensor(OUTPUT, "lm_head.weight", table, TensorCut.vocabulary)
 
     def _megatron_block(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Names within a block, H hidden and F feed-forward.
@@ -159,7 +159,7 @@ class GPT2Family:
         hidden, inner = shape.hidden_size, shape.intermediate_size
         for ours, theirs in (("ln_1", "input_layernorm"), ("ln_2", "pre_mlp_layernorm")):
             for kind in ("weight", "bias"):
-                yield megatron_tables.rename_tensor(f"{theirs}.{kind}", f"{ours}.{kind}", (hidden,))
+                yield megatron_tables.renamed_tensor(f"{theirs}.{kind}", f"{ours}.{kind}", (hidden,))
         groups = [
             ("qkv".index(letter) * hidden + first, count, row)
             for letter, first, count, row in megatron_tables.query_groups(shape)
@@ -178,10 +178,10 @@ class GPT2Family:
             ("mlp.c_fc", "mlp.linear_fc1", (inner, hidden), TensorCut.rows),
             ("mlp.c_proj", "mlp.linear_fc2", (hidden, inner), TensorCut.columns),
         ):
-            yield megatron_tables.rename_tensor(
+            yield megatron_tables.renamed_tensor(
                 f"{theirs}.weight", f"{ours}.weight", size, cut, transposed=True
             )
-            yield megatron_tables.rename_tensor(
+            yield megatron_tables.renamed_tensor(
                 f"{theirs}.bias", f"{ours}.bias", size[:1], cut if cut is TensorCut.rows else TensorCut.whole
             )
 

@@ -27,7 +27,7 @@ FUSED_NORMS = {
 
 
 class TensorCut(StrEnum):
-    """How tensor parallelism shards a tensor."""
+    """The way in which tensor parallelism shards a tensor."""
 
     whole = "whole"  # replicated
     rows = "rows"
@@ -94,14 +94,14 @@ class MegatronTensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """What one tensor rank stores; ``at`` of ``parts`` counts from the origin of the local tensor."""
+    """The local tensor of one tensor rank; ``at`` of ``parts`` counts from its origin."""
 
     shape: tuple[int, ...]
     parts: tuple[TensorPart, ...]
 
 
 def local_tensor(tensor: MegatronTensor, rank: int, size: int, rows: int | None = None) -> LocalTensor:
-    """What tensor rank ``rank`` of ``size`` stores of ``tensor``.
+    """Return the parts of ``tensor`` that tensor rank ``rank`` of ``size`` stores.
 
     Args:
         rank, size: on the axis that shards it: for experts the expert tensor axis.
@@ -127,9 +127,10 @@ def local_tensor(tensor: MegatronTensor, rank: int, size: int, rows: int | None 
 def local_boxes(
     tensor: MegatronTensor, rank: int, size: int, height: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes (offset, shape) of ``tensor`` that a rank stores, stacked by rows;
+    """The boxes (offset, shape) of ``tensor`` that a rank stores, stacked by rows.
 
-    ``height`` counts rows with padding.
+    Args:
+        height: rows of the whole tensor with padding.
     """
     rest = tensor.shape[1:]
     if tensor.cut is TensorCut.whole:

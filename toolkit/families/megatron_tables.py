@@ -10,7 +10,7 @@ from toolkit.families.base import FamilyTraits, ModelShape
 from toolkit.families.megatron import MegatronTensor, TensorCut, TensorPart
 
 
-def rename_tensor(
+def renamed_tensor(
     name: str,
     canonical: str,
     shape: tuple[int, ...],
@@ -25,7 +25,7 @@ def rename_tensor(
     )
 
 
-def stack_rows(
+def stacked_rows(
     name: str, canonical: tuple[str, ...], shape: tuple[int, int], cut: TensorCut
 ) -> MegatronTensor:
     """Canonical tensors, each of ``shape``, stacked by rows."""
@@ -56,17 +56,18 @@ def query_groups(shape: ModelShape) -> Iterator[tuple[str, int, int, int]]:
             row += rows
 
 
-def move_to_layer(tensor: MegatronTensor, layer: int, prefix: str) -> MegatronTensor:
-    """Turn ``tensor``, named within a block, into that of block ``layer``;
+def at_layer(tensor: MegatronTensor, layer: int, prefix: str) -> MegatronTensor:
+    """Return ``tensor``, named within a block, as that of block ``layer``.
 
-    ``prefix`` is the block's canonical name.
+    Args:
+        prefix: the block's canonical name.
     """
     parts = tuple(replace(part, canonical=prefix + part.canonical) for part in tensor.parts)
     return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}", parts=parts, layer=layer)
 
 
 def transformer_config(shape: ModelShape, traits: FamilyTraits) -> dict[str, Any]:
-    """See ``Family.megatron_config``."""
+    """Return the fields of ``Family.megatron_config``."""
     fields: dict[str, Any] = {
         "normalization": traits.norm.value,
         "gated_linear_unit": traits.gated,

@@ -90,7 +90,7 @@ class Mixtral(Decoder):
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Names within a block: router [E, H]; per expert linear_fc1 [2F, H], linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        yield megatron_tables.rename_tensor(
+        yield megatron_tables.renamed_tensor(
             "mlp.router.weight", "mlp.gate.weight", (shape.num_local_experts, hidden)
         )
         for number in range(shape.num_local_experts):

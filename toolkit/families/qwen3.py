@@ -67,7 +67,7 @@ class Qwen3(Decoder):
     def megatron_attention(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         yield from super().megatron_attention(shape)
         for letter in ("q", "k"):
-            yield megatron_tables.rename_tensor(
+            yield megatron_tables.renamed_tensor(
                 f"self_attention.{letter}_layernorm.weight",
                 f"self_attn.{letter}_norm.weight",
                 (shape.head_dim,),

@@ -151,7 +151,7 @@ def _compiled(backend: str) -> Any:
 def _cross_entropy_of_group(
     logits: torch.Tensor, targets: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``cross_entropy``; ``mine`` [tokens, 1]: whether the label is a column of this rank."""
+    """Compute ``cross_entropy`` over a group; ``mine`` [tokens, 1]: whether the label is on this rank."""
     result = logits.log_softmax(dim=1, dtype=torch.float32)
     own = logits[:, :1].float() - result[:, :1]  # the logarithm of this rank's sum of exponentials
     peak = own.clone()

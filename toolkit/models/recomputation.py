@@ -77,7 +77,7 @@ def blocks(model: nn.Module) -> list[Any]:
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What runs around the forward pass of a block and around its recomputation."""
+    """Return the contexts of the forward pass of a block and of its recomputation."""
     found: tuple[Any, Any] = create_selective_checkpoint_contexts(store_products)
     return found
 

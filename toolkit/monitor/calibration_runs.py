@@ -16,9 +16,15 @@ from toolkit import __version__
 from toolkit.commands import command_line
 from toolkit.config.compose import from_yaml
 from toolkit.errors import InputError, Problem, UserError
-from toolkit.estimate.calibrate import FACTOR_WIDTH, CalibrationRun, PartResidual, fit_factors, run_residuals
 from toolkit.estimate.calibrated_profile import FACTORS, MEANING, measured_profile, scale_profile
-from toolkit.estimate.calibration import Calibration, RecordedRun, read_calibration, write_calibration
+from toolkit.estimate.calibration_file import Calibration, RecordedRun, read_calibration, write_calibration
+from toolkit.estimate.calibration_fit import (
+    FACTOR_WIDTH,
+    CalibrationRun,
+    PartResidual,
+    fit_factors,
+    run_residuals,
+)
 from toolkit.estimate.measurements import MachineTimings
 from toolkit.estimate.profile import CPU, HardwareProfile, device_name, shipped_profile, values_of
 from toolkit.estimate.step import estimate_step

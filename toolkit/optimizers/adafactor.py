@@ -21,7 +21,9 @@ class Adafactor(OptimizerSpec):
 
     name = "adafactor"
     arguments: ClassVar = {"beta2_decay": -0.8, "d": 1.0}
-    needs_whole = "it factors moments by rows and columns and scales updates by the norm of whole parameters"
+    needs_whole_parameters = (
+        "it factors moments by rows and columns and scales updates by the norm of whole parameters"
+    )
 
     def states(self, optim: OptimConfig, kind: str = "") -> StateLayout:
         return StateLayout(numbers=(STEP,), whole=("row_var", "col_var", "variance"))
@@ -35,4 +37,4 @@ class Adafactor(OptimizerSpec):
     def create(self, groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
         import torch
 
-        return torch.optim.Adafactor(groups, lr=optim.lr, **self.given(optim))
+        return torch.optim.Adafactor(groups, lr=optim.lr, **self.merged_arguments(optim))

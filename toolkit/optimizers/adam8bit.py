@@ -25,7 +25,7 @@ class Adam8bit(OptimizerSpec):
     name = "adam8bit"
     settings = frozenset({"betas", "eps"})
     arguments: ClassVar = {"min_8bit_size": 4096}
-    needs_whole = "it quantizes states in blocks of 256 elements of a parameter"
+    needs_whole_parameters = "it quantizes states in blocks of 256 elements of a parameter"
     package = ("bitsandbytes>=0.49", "bitsandbytes")
 
     def states(self, optim: OptimConfig, kind: str = "") -> StateLayout:
@@ -34,7 +34,7 @@ class Adam8bit(OptimizerSpec):
 
     def parameter_bytes(self, optim: OptimConfig, name: str, shape: Sequence[int]) -> int:
         numel = math.prod(shape)
-        if numel < self.given(optim)["min_8bit_size"]:
+        if numel < self.merged_arguments(optim)["min_8bit_size"]:
             return 2 * FP32 * numel
         return 2 * (numel + FP32 * -(-numel // BLOCK) + FP32 * CODES)
 
@@ -43,6 +43,6 @@ class Adam8bit(OptimizerSpec):
 
         first, second = optim.betas
         created: torch.optim.Optimizer = AdamW8bit(
-            groups, lr=optim.lr, betas=(first, second), eps=optim.eps, **self.given(optim)
+            groups, lr=optim.lr, betas=(first, second), eps=optim.eps, **self.merged_arguments(optim)
         )
         return created

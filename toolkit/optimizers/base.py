@@ -1,4 +1,4 @@
-"""What the toolkit knows about an optimizer: its states, its parameter groups, its engines and its class.
+"""The description of an optimizer: its states, its parameter groups, its engines and its class.
 
 Each optimizer is one object of a class derived from :class:`OptimizerSpec`, in a file of its own. Plans read
 it, so ``torch`` is imported only inside functions.
@@ -50,7 +50,7 @@ class StateLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class RuleViolation:
     """A rule that a run with this optimizer breaks.
 
     Attributes:
@@ -95,11 +95,11 @@ class OptimizerSpec:
             ``lr``, ``weight_decay`` and ``clip``.
         arguments: the names that ``optim.arguments`` may have, with their defaults.
         kernels: implementations that ``optim.kernel`` may choose.
-        needs_whole: why each rank must have whole parameters, which only the local engine and ZeRO 0
-            provide. None: the update of an element depends on the history of this element alone, so flat
-            partitions (ZeRO 1 to 3) and cut matrices (tensor parallelism) compute the same update.
-        whole_kinds: kinds of parameters (see :meth:`kind`) of which DeepSpeed's ZeRO 1 and 2 store the states
-            of whole parameters, in the gradients' dtype.
+        needs_whole_parameters: why each rank must have them, which only the local engine and ZeRO 0 provide.
+            None: the update of an element depends on the history of this element alone, so flat partitions
+            (ZeRO 1 to 3) and cut matrices (tensor parallelism) compute the same update.
+        whole_parameter_kinds: kinds of parameters (see :meth:`parameter_kind`) of which DeepSpeed's ZeRO 1
+            and 2 store the states of whole parameters, in the gradients' dtype.
         tested_by_deepspeed: ZeRO accepts it without ``zero_allow_untested_optimizer``.
         package: the pip package that it needs, and the module to import.
         not_on_megatron: why Megatron-core cannot train with it, and the remedy; None if it can.
@@ -109,8 +109,8 @@ class OptimizerSpec:
     settings: ClassVar[frozenset[str]] = frozenset()
     arguments: ClassVar[Mapping[str, Any]] = {}
     kernels: ClassVar[frozenset[OptimizerKernel]] = frozenset({OptimizerKernel.torch})
-    needs_whole: ClassVar[str | None] = None
-    whole_kinds: ClassVar[frozenset[str]] = frozenset()
+    needs_whole_parameters: ClassVar[str | None] = None
+    whole_parameter_kinds: ClassVar[frozenset[str]] = frozenset()
     tested_by_deepspeed: ClassVar[bool] = False
     package: ClassVar[tuple[str, str] | None] = None
     not_on_megatron: ClassVar[tuple[str, str] | None] = (
@@ -120,7 +120,7 @@ class OptimizerSpec:
 
     # -- parameter groups and states
 
-    def kind(self, name: str, dims: int) -> str:
+    def parameter_kind(self, name: str, dims: int) -> str:
         """Return the kind of the group that the parameter of this canonical name belongs to.
 
         Optimizers that treat some parameters differently have several kinds. Weight decay divides each kind
@@ -128,7 +128,7 @@ class OptimizerSpec:
         """
         return ""
 
-    def kind_of_group(self, group: Mapping[str, Any]) -> str:
+    def group_kind(self, group: Mapping[str, Any]) -> str:
         """Return the kind of a parameter group (or of the defaults) of the engine's optimizer."""
         return ""
 
@@ -141,11 +141,11 @@ class OptimizerSpec:
 
     def parameter_bytes(self, optim: OptimConfig, name: str, shape: Sequence[int]) -> int:
         """Return the bytes of the states of one whole parameter, without numbers."""
-        return math.prod(shape) * self.element_bytes(optim, self.kind(name, len(shape)))
+        return math.prod(shape) * self.element_bytes(optim, self.parameter_kind(name, len(shape)))
 
     # -- engines
 
-    def limits(self, config: RunConfig) -> Iterator[Limit]:
+    def find_violations(self, config: RunConfig) -> Iterator[RuleViolation]:
         """Yield the rules that ``config`` breaks, beyond those that follow from the attributes."""
         yield from ()
 
@@ -177,7 +177,7 @@ class OptimizerSpec:
         """
         return [self.create(parameter_groups(parameters.values(), optim.weight_decay), optim)]
 
-    def prepare(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    def transform_gradients(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Replace gradients by updates before the gradient norm is computed; return whether this was done."""
         return False
 
@@ -189,7 +189,7 @@ class OptimizerSpec:
         """
         return _evaluating([optimizer for optimizer in optimizers if has_evaluation_mode(optimizer)])
 
-    def given(self, optim: OptimConfig) -> dict[str, Any]:
+    def merged_arguments(self, optim: OptimConfig) -> dict[str, Any]:
         """Return ``arguments`` with the values of ``optim.arguments``."""
         return {**self.arguments, **optim.arguments}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.optim import OptimConfig, OptimizerKernel
 from toolkit.config.schema import EngineName, OffloadDevice, RunConfig
 from toolkit.optimizers.adamw import ADAM_STATES, create_adamw, deepspeed_adamw
-from toolkit.optimizers.base import MOMENTUM, Limit, OptimizerSpec, StateLayout, parameter_groups
+from toolkit.optimizers.base import MOMENTUM, OptimizerSpec, RuleViolation, StateLayout, parameter_groups
 
 if TYPE_CHECKING:
     import torch
@@ -29,25 +29,25 @@ class Muon(OptimizerSpec):
 
     name = "muon"
     settings = frozenset({"betas", "eps", "momentum"})
-    whole_kinds = frozenset({MATRICES})
+    whole_parameter_kinds = frozenset({MATRICES})
     tested_by_deepspeed = True
     not_on_megatron = (
         "Megatron-core's Muon needs a package that is not published",
         "write engine=deepspeed, or optim=adamw",
     )
 
-    def kind(self, name: str, dims: int) -> str:
+    def parameter_kind(self, name: str, dims: int) -> str:
         return MATRICES if uses_muon(name, dims) else ""
 
-    def kind_of_group(self, group: Mapping[str, Any]) -> str:
+    def group_kind(self, group: Mapping[str, Any]) -> str:
         return MATRICES if group.get("use_muon") else ""
 
     def states(self, optim: OptimConfig, kind: str = "") -> StateLayout:
         return StateLayout(tensors=(MOMENTUM,)) if kind == MATRICES else ADAM_STATES
 
-    def limits(self, config: RunConfig) -> Iterator[Limit]:
+    def find_violations(self, config: RunConfig) -> Iterator[RuleViolation]:
         if not config.optim.momentum:
-            yield Limit(
+            yield RuleViolation(
                 "optim.momentum optim.name",
                 "Muon orthogonalises a running average of gradients, and momentum 0 disables the average",
                 "write optim.momentum=0.95",
@@ -56,7 +56,7 @@ class Muon(OptimizerSpec):
         if config.engine.name is not EngineName.deepspeed:
             return
         if config.optim.clip:
-            yield Limit(
+            yield RuleViolation(
                 "optim.clip optim.name",
                 "Muon runs without clipping: DeepSpeed would clip updates under ZeRO 1-3, and gradients "
                 "under ZeRO 0",
@@ -64,26 +64,26 @@ class Muon(OptimizerSpec):
             )
         zero = config.engine.deepspeed.get("zero_optimization")
         if config.zero.stage == 3 and isinstance(zero, Mapping) and zero.get("reduce_scatter"):
-            yield Limit(
+            yield RuleViolation(
                 "engine.deepspeed.zero_optimization.reduce_scatter optim.name zero.stage",
                 "DeepSpeed's Muon under ZeRO 3 reduces whole gradients",
                 "leave it out",
             )
         if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):
-            yield Limit(
+            yield RuleViolation(
                 "optim.name offload.optimizer",
                 "Muon's momentum cannot be offloaded to NVMe",
                 "write offload=cpu, or optim=adamw",
             )
         if config.parallel.pipeline > 1:
-            yield Limit(
+            yield RuleViolation(
                 "optim.name parallel.pipeline",
                 "DeepSpeed sums norms over the stages by parameter group, and Muon's groups differ between "
                 "stages",
                 "write optim=adamw, or parallel.pipeline=1",
             )
         if config.parallel.tensor > 1:
-            yield Limit(
+            yield RuleViolation(
                 "optim.name parallel.tensor",
                 "Muon orthogonalises whole matrices, and a tensor rank has only parts",
                 "write optim=adamw, or parallel.tensor=1",
@@ -113,10 +113,10 @@ class Muon(OptimizerSpec):
             found.append(create_adamw(parameter_groups(rest.values(), optim.weight_decay), optim))
         return found
 
-    def prepare(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    def transform_gradients(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         from toolkit.optimizers.muon_update import MuonOptimizer
 
         for optimizer in optimizers:
             if isinstance(optimizer, MuonOptimizer):
-                optimizer.prepare()
+                optimizer.transform_gradients()
         return True

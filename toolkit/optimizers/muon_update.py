@@ -18,16 +18,17 @@ A, B, C = 3.4445, -4.7750, 2.0315  # the quintic a x + b x^3 + c x^5
 
 
 class MuonOptimizer(torch.optim.Optimizer):
-    """Steps in two phases, as ZeRO 1 to 3 do: :meth:`prepare` computes updates, :meth:`step` applies them.
+    """Muon in two phases, as under ZeRO 1 to 3.
 
-    The gradient norm and clipping in between therefore act on the updates.
+    :meth:`transform_gradients` computes updates and :meth:`step` applies them, so the gradient norm and
+    clipping in between act on the updates.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "use_muon": True})
 
     @torch.no_grad()
-    def prepare(self) -> None:
+    def transform_gradients(self) -> None:
         """Replace gradients, which must be finite, by updates. This changes the momentum."""
         for group in self.param_groups:
             for matrix in group["params"]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from toolkit.config.optim import OptimConfig, ScheduleName
 from toolkit.config.schema import RunConfig
-from toolkit.optimizers.base import EXP_AVG_SQ, Limit, OptimizerSpec, StateLayout
+from toolkit.optimizers.base import EXP_AVG_SQ, OptimizerSpec, RuleViolation, StateLayout
 
 if TYPE_CHECKING:
     import torch
@@ -22,28 +22,30 @@ class ScheduleFree(OptimizerSpec):
     name = "schedule_free"
     settings = frozenset({"betas", "eps"})
     arguments: ClassVar = {"warmup_steps": 0, "r": 0.0, "weight_lr_power": 2.0}
-    needs_whole = "it evaluates with an average of the weights, which ZeRO 1 to 3 cannot exchange for them"
+    needs_whole_parameters = (
+        "it evaluates with an average of the weights, which ZeRO 1 to 3 cannot exchange for them"
+    )
     package = ("schedulefree>=1.4", "schedulefree")
 
     def states(self, optim: OptimConfig, kind: str = "") -> StateLayout:
         return StateLayout(tensors=("z", EXP_AVG_SQ), group_numbers=("k", "weight_sum", "lr_max"))
 
-    def limits(self, config: RunConfig) -> Iterator[Limit]:
+    def find_violations(self, config: RunConfig) -> Iterator[RuleViolation]:
         if config.optim.betas[0] == 0:
-            yield Limit(
+            yield RuleViolation(
                 "optim.betas optim.name",
                 "the first beta is the interpolation between iterate and average, and is not 0",
                 "write optim.betas=[0.9,0.95]",
             )
         if config.checkpoint.export:
-            yield Limit(
+            yield RuleViolation(
                 "checkpoint.export optim.name",
                 "a checkpoint has the weights at which gradients are taken, and an export should have their "
                 "average",
                 "leave out checkpoint.export, or write optim=adamw",
             )
         if config.schedule.name is not ScheduleName.constant:
-            yield Limit(
+            yield RuleViolation(
                 "schedule.name optim.name",
                 "averaging replaces the decay of the learning rate",
                 "write schedule=constant",
@@ -55,7 +57,7 @@ class ScheduleFree(OptimizerSpec):
 
         first, second = optim.betas
         created: Any = AdamWScheduleFree(
-            groups, lr=optim.lr, betas=(first, second), eps=optim.eps, **self.given(optim)
+            groups, lr=optim.lr, betas=(first, second), eps=optim.eps, **self.merged_arguments(optim)
         )
         created.train()
         return created

@@ -11,119 +11,112 @@ cross-entropy with its gradient, where the peak usually is for large vocabularie
 tokens if the loss is fused. Not included: fragmentation of the allocator, cuBLAS and NCCL workspaces,
 attention without a fused kernel, and experts with more than an even share of the tokens. A test compares a
 layer with what autograd saves: within 0.3% for dense families, within 2% for mixtral.
-
-Functions count bytes per token first. ``element`` is the size of an element in bytes (2 or 4).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from toolkit.config.recomputation import Recomputation, RecomputationMode
 from toolkit.families import get_family
 from toolkit.families.base import ModelShape, NormKind
+from toolkit.optimizers.base import FP32
 
-FP32 = 4
 STORE_EVERYTHING = Recomputation(RecomputationMode.none)
 
 
-def activation_bytes(
-    shape: ModelShape,
-    *,
-    micro_batch: int,
-    sequence_length: int,
-    element: int,
-    recomputation: Recomputation = STORE_EVERYTHING,
-    offloaded: bool = False,
-    blocks: range | None = None,
-    in_flight: int = 1,
-    head: bool = True,
-    tensor: int = 1,
-    seen: int = 0,
-    chunk: int | None = None,
-    scores: int = 0,
-    wide: bool = False,
-    compiled: bool = False,
-) -> int:
-    """Bytes on a rank at the peak: at the start of the backward pass, in the loss or in the last block.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """The computation of decoder blocks on a rank, which decides what autograd saves.
 
-    Args:
-        sequence_length: tokens of a sequence on this rank.
-        recomputation: which activations the backward pass recomputes.
-        offloaded: whether the inputs of recomputed blocks are stored on the host.
-        blocks: indices of the blocks on the rank; None: all.
-        in_flight: micro-batches whose activations a pipeline stage stores at a time.
-        head: whether the rank has the output layer.
+    Attributes:
+        element: bytes of an element, 2 or 4.
         tensor: tensor-parallel ranks, which share the matrices inside a block; the residual stream is
             replicated.
-        seen: number of keys in the document mask for each token of this rank; 0 if there is no mask.
-        chunk: tokens of a chunk of the fused loss; None: the plain loss.
-        scores: number of keys whose attention weights are stored for each token (``eager``), else 0.
-        wide: whether keys and values are repeated for each query head without a mask.
+        mask_keys: keys in the document mask for each token of this rank; 0 if there is no mask.
+        score_keys: keys whose attention weights are stored for each token (``eager``), else 0.
+        repeats_keys: whether keys and values are repeated for each query head without a mask.
         compiled: whether torch.compile compiles the blocks.
     """
-    blocks = range(shape.num_hidden_layers) if blocks is None else blocks
-    layer = layer_bytes(shape, element, tensor, seen, scores, wide, compiled)
-    boundary = element * shape.hidden_size
-    again = recomputation.count(blocks)
-    if recomputation.selective:
-        inside = in_flight * len(blocks) * selective_bytes(shape, element, tensor, scores)
-    else:
-        # A recomputed block stores its input. With the inputs on the host, the device has that of the
-        # current block and the next one.
-        inputs = min(2, in_flight * again) if offloaded else in_flight * again
-        inside = in_flight * (len(blocks) - again) * layer + inputs * boundary
-    tokens = micro_batch * sequence_length
-    output = output_bytes(shape, tokens, element, chunk=chunk, tensor=tensor) if head else 0
-    block = recomputed_bytes(
-        shape,
-        element,
-        recomputation,
-        blocks,
-        tensor=tensor,
-        seen=seen,
-        scores=scores,
-        wide=wide,
-        compiled=compiled,
-    )
-    return tokens * (inside + in_flight * seen) + max(output, tokens * block)
+
+    element: int
+    tensor: int = 1
+    mask_keys: int = 0
+    score_keys: int = 0
+    repeats_keys: bool = False
+    compiled: bool = False
 
 
-def recomputed_bytes(
-    shape: ModelShape,
-    element: int,
-    recomputation: Recomputation,
-    blocks: range,
-    *,
-    tensor: int = 1,
-    seen: int = 0,
-    scores: int = 0,
-    wide: bool = False,
-    compiled: bool = False,
-) -> int:
-    """Bytes per token that the last block recomputes, beyond what it stores.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageActivations:
+    """The activations on a rank of a pipeline stage; without a pipeline there is one stage.
 
-    They exist after those of the output layer and the loss are freed. When an earlier block is recomputed,
-    those of the last one are freed, too. Arguments as of :func:`activation_bytes`.
-    """
-    layer = layer_bytes(shape, element, tensor, seen, scores, wide, compiled)
-    if not recomputation.selective:
-        return layer if recomputation.count(blocks[-1:]) else 0
-    # It has everything again, and still what only the recomputation needed.
-    return layer + 2 * element * shape.hidden_size - selective_bytes(shape, element, tensor, scores)
-
-
-def output_bytes(shape: ModelShape, tokens: int, element: int, *, chunk: int | None, tensor: int = 1) -> int:
-    """Bytes of the final norm, the output layer and the loss of ``tokens``.
-
-    Args:
+    Attributes:
+        tokens: of a micro-batch on this rank.
+        blocks: indices of the blocks on the rank.
+        recomputation: which activations the backward pass recomputes.
+        offloaded: whether the inputs of recomputed blocks are stored on the host.
+        in_flight: micro-batches whose activations the stage stores at a time.
+        head: whether the rank has the output layer.
         chunk: tokens of a chunk of the fused loss; None: the plain loss.
-        tensor: tensor-parallel ranks.
     """
-    ends = tokens * head_bytes(shape, element, fused=chunk is not None)
-    if chunk is None:
-        return ends
-    split = 1 if shape.tie_word_embeddings else tensor  # AutoTP splits only untied output layers
-    vocabulary = -(-shape.vocab_size // split)
-    return ends + fused_loss_bytes(tokens, shape.hidden_size, vocabulary, element, chunk)
+
+    shape: ModelShape
+    layout: BlockLayout
+    tokens: int
+    blocks: range
+    recomputation: Recomputation = STORE_EVERYTHING
+    offloaded: bool = False
+    in_flight: int = 1
+    head: bool = True
+    chunk: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the start of the backward pass, in the loss or in the last block."""
+        return self.stored + max(self.output, self.recomputed)
+
+    @property
+    def stored(self) -> int:
+        """Bytes that the blocks store."""
+        boundary = self.layout.element * self.shape.hidden_size
+        again = self.recomputation.count(self.blocks)
+        if self.recomputation.selective:
+            inside = self.in_flight * len(self.blocks) * selective_bytes(self.shape, self.layout)
+        else:
+            # A recomputed block stores its input. With the inputs on the host, the device has that of the
+            # current block and the next one.
+            inputs = min(2, self.in_flight * again) if self.offloaded else self.in_flight * again
+            layers = self.in_flight * (len(self.blocks) - again)
+            inside = layers * layer_bytes(self.shape, self.layout) + inputs * boundary
+        return self.tokens * (inside + self.in_flight * self.layout.mask_keys)
+
+    @property
+    def output(self) -> int:
+        """Bytes of the final norm, the output layer and the loss, if they are on this rank."""
+        if not self.head:
+            return 0
+        shape, element, tokens = self.shape, self.layout.element, self.tokens
+        ends = tokens * head_bytes(shape, element, fused=self.chunk is not None)
+        if self.chunk is None:
+            return ends
+        # AutoTP splits only untied output layers.
+        rows = -(-shape.vocab_size // (1 if shape.tie_word_embeddings else self.layout.tensor))
+        return ends + fused_loss_bytes(tokens, shape.hidden_size, rows, element, self.chunk)
+
+    @property
+    def recomputed(self) -> int:
+        """Bytes that the last block recomputes, beyond what it stores.
+
+        They exist after those of the output layer and the loss are freed. When an earlier block is
+        recomputed, those of the last one are freed, too.
+        """
+        layer = layer_bytes(self.shape, self.layout)
+        if self.recomputation.selective:
+            # It has everything again, and still what only the recomputation needed.
+            boundary = self.layout.element * self.shape.hidden_size
+            return self.tokens * (layer + 2 * boundary - selective_bytes(self.shape, self.layout))
+        return self.tokens * layer if self.recomputation.count(self.blocks[-1:]) else 0
 
 
 def offloaded_bytes(tensors: int, size: int, *, pinned: bool) -> int:
@@ -135,7 +128,7 @@ def offloaded_bytes(tensors: int, size: int, *, pinned: bool) -> int:
     return tensors * (1 << (size - 1).bit_length() if pinned else size)
 
 
-def selective_bytes(shape: ModelShape, element: int, tensor: int = 1, scores: int = 0) -> int:
+def selective_bytes(shape: ModelShape, layout: BlockLayout) -> int:
     """Bytes per token that one block stores under selective recomputation.
 
     These are its input and the results of matrix products and of fused attention, as models/recomputation.py
@@ -143,6 +136,7 @@ def selective_bytes(shape: ModelShape, element: int, tensor: int = 1, scores: in
     element of the residual stream; fused attention has nothing to gain there, whereas norms and activation
     functions have.
     """
+    element, scores = layout.element, layout.score_keys
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     traits = get_family(shape.family).traits
     # queries, keys and values before rotation; the output of attention and its log-sum-exp
@@ -158,18 +152,10 @@ def selective_bytes(shape: ModelShape, element: int, tensor: int = 1, scores: in
     else:
         down = element * shape.hidden_size
     # the input, and the outputs of the two last products, which tensor parallelism does not cut
-    return 2 * element * shape.hidden_size + down + -(-(inside + up) // tensor)
+    return 2 * element * shape.hidden_size + down + -(-(inside + up) // layout.tensor)
 
 
-def layer_bytes(
-    shape: ModelShape,
-    element: int,
-    tensor: int = 1,
-    seen: int = 0,
-    scores: int = 0,
-    wide: bool = False,
-    compiled: bool = False,
-) -> int:
+def layer_bytes(shape: ModelShape, layout: BlockLayout) -> int:
     """Bytes per token of one block.
 
     With a document mask, each block stores the mask in its own precision, and keys and values as wide as the
@@ -183,16 +169,17 @@ def layer_bytes(
     their input and their output in the run's precision, and a feed-forward the inputs of its activation
     function and of its last product. A test counts what the partitioner saves.
     """
+    element, scores = layout.element, layout.score_keys
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     # queries, keys and values after rotation, the output, and its log-sum-exp
-    kept = queries if seen or scores or wide else keys
+    kept = queries if layout.mask_keys or scores or layout.repeats_keys else keys
     attention = element * (2 * queries + 2 * kept) + FP32 * shape.num_attention_heads
     if scores:
         weights = FP32 + (element if element != FP32 else 0)
         attention += shape.num_attention_heads * (scores * weights - FP32)
     traits = get_family(shape.family).traits
     if traits.qk_norm:  # as rms_norm_bytes without the outputs: the rotation does not save its input
-        normed = element if compiled else FP32 + element
+        normed = element if layout.compiled else FP32 + element
         attention += normed * (queries + keys) + FP32 * (
             shape.num_attention_heads + shape.num_key_value_heads
         )
@@ -200,11 +187,12 @@ def layer_bytes(
         # Two layer norms save input, output, mean and deviation; gelu as elementwise operations saves five
         # tensors.
         norms = 2 * (2 * element * shape.hidden_size + 2 * FP32)
-        inside = attention + (2 if compiled else 5) * element * shape.intermediate_size
+        inside = attention + (2 if layout.compiled else 5) * element * shape.intermediate_size
     else:
-        norms = 2 * rms_norm_bytes(shape, element, compiled=compiled)
-        inside = attention + feed_forward_bytes(shape, element, compiled=compiled)
-    return norms + -(-inside // tensor) + ((seen or scores) if scores else element * seen)
+        norms = 2 * rms_norm_bytes(shape, element, compiled=layout.compiled)
+        inside = attention + feed_forward_bytes(shape, element, compiled=layout.compiled)
+    mask = (layout.mask_keys or scores) if scores else element * layout.mask_keys
+    return norms + -(-inside // layout.tensor) + mask
 
 
 def rms_norm_bytes(shape: ModelShape, element: int, *, compiled: bool = False) -> int:

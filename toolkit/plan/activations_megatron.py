@@ -2,22 +2,21 @@
 
 They are those of version 0.16 with the local layer spec and torch's attention.
 
-Counted like plan/activations.py, after Korthikanti et al., 2205.05198, sections 4.2 and 5. The differences
-are:
+They are counted like those of plan/activations.py, after Korthikanti et al., 2205.05198, sections 4.2 and 5,
+with these differences:
 
 - Tensor parallelism divides the tensors inside attention and feed-forward. Sequence parallelism also divides
-the
-  tensors between them: norms, the residual stream, and the inputs of column-parallel layers, which backward
-      gathers again.
-- Values stay in the output of the fused query-key-value projection, which is saved whole. - A gated
-feed-forward saves gate and up in one tensor, the activated gate, a copy of up (up + 0), and their product. -
-The vocabulary is divided too, and the cross-entropy overwrites its fp32 logits. - Context ranks gather keys
-and values and save them with a mask: one row of the full sequence per local position. With
-  separate documents every rank has such a mask for each sequence. With a mask, keys and values are as wide as
-  queries.
+  the tensors between them: norms, the residual stream, and the inputs of column-parallel layers, which the
+  backward pass gathers again.
+- Values stay in the output of the fused query-key-value projection, which is saved whole.
+- A gated feed-forward saves gate and up in one tensor, the activated gate, a copy of up (up + 0), and their
+  product.
+- The vocabulary is divided too, and the cross-entropy overwrites its fp32 logits.
+- Context ranks gather keys and values and save them with a mask: one row of the full sequence per local
+  position. With separate documents every rank has such a mask for each sequence. With a mask, keys and values
+  are as wide as queries.
 - A pipeline stage stores several micro-batches: stage i of p has p - i in flight; with v virtual stages it
-has
-  2 (p - i - 1) + (v - 1) p + 1 of its chunks in flight.
+  has 2 (p - i - 1) + (v - 1) p + 1 of its chunks in flight.
 
 Norms: torch's fused GPU kernels save input, output and one number per token; on CPUs RMSNorm is elementwise
 operations. A test compares blocks with what autograd saves, on the CPU.
@@ -29,14 +28,12 @@ from dataclasses import dataclass
 
 from toolkit.config.kernels import AttentionKernel
 from toolkit.families.base import FamilyTraits, ModelShape, NormKind
-from toolkit.plan.activations import fused_loss_bytes
-
-FP32 = 4
+from toolkit.plan.activations import FP32, fused_loss_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationLayout:
-    """How a micro-batch is laid out on one rank.
+    """The layout of a micro-batch on one rank.
 
     Attributes:
         traits: of the model's family.
@@ -44,14 +41,15 @@ class ActivationLayout:
         sequences: sequences of the micro-batch.
         context: context-parallel ranks.
         tensor: tensor-parallel ranks.
-        spread: ranks that share the tensors between blocks: ``tensor`` with sequence parallelism, else 1.
+        sequence_ranks: those that share the tensors between blocks: ``tensor`` with sequence parallelism,
+            else 1.
         element: bytes of an element.
         fused_norms: whether norms run as fused kernels.
         fused_activation: whether a gated activation is one function, which saves only its input
             (megatron/core/fusions/fused_bias_swiglu.py).
         attention: the name of the attention kernel.
-        masks: whether attention takes a mask of all pairs of tokens.
-        wide: whether keys and values are repeated for each query head.
+        has_mask: whether attention takes a mask of all pairs of tokens.
+        repeats_keys: whether keys and values are repeated for each query head.
         documents: whether documents are separate.
     """
 
@@ -60,13 +58,13 @@ class ActivationLayout:
     sequences: int
     context: int
     tensor: int
-    spread: int
+    sequence_ranks: int
     element: int
     fused_norms: bool
     fused_activation: bool = False
     attention: str = AttentionKernel.sdpa.value
-    masks: bool = False
-    wide: bool = False
+    has_mask: bool = False
+    repeats_keys: bool = False
     documents: bool = False
 
     @property
@@ -86,15 +84,15 @@ def block_bytes(shape: ModelShape, layout: ActivationLayout, recomputed: frozens
     if not {"mlp", "moe"} & recomputed:
         inside += _feed_forward(shape, layout, gated=traits.gated)
     rotations = 4 * element * shape.head_dim if traits.rotary else 0
-    masks = (layout.sequences if layout.documents else 1) if layout.masks else 0
+    masks = (layout.sequences if layout.documents else 1) if layout.has_mask else 0
     eager = layout.attention == AttentionKernel.eager.value
     mask = (1 if eager else element) * layout.positions * layout.context * masks  # a row of each
-    return layout.tokens * (norms // layout.spread + inside) + layout.positions * (rotations + mask)
+    return layout.tokens * (norms // layout.sequence_ranks + inside) + layout.positions * (rotations + mask)
 
 
 def boundary_bytes(shape: ModelShape, layout: ActivationLayout) -> int:
     """Bytes of the residual stream between two blocks."""
-    return layout.tokens * layout.element * shape.hidden_size // layout.spread
+    return layout.tokens * layout.element * shape.hidden_size // layout.sequence_ranks
 
 
 def head_bytes(shape: ModelShape, layout: ActivationLayout, vocabulary: int, chunk: int | None = None) -> int:
@@ -110,7 +108,9 @@ def head_bytes(shape: ModelShape, layout: ActivationLayout, vocabulary: int, chu
         if chunk is None
         else fused_loss_bytes(layout.tokens, shape.hidden_size, vocabulary, layout.element, chunk)
     )
-    return layout.tokens * (_norm(shape.hidden_size, layout, layout.traits.norm) // layout.spread) + loss
+    return (
+        layout.tokens * (_norm(shape.hidden_size, layout, layout.traits.norm) // layout.sequence_ranks) + loss
+    )
 
 
 def in_flight(stage: int, stages: int, chunks: int, micro_batches: int) -> int:
@@ -134,16 +134,17 @@ def _attention(shape: ModelShape, layout: ActivationLayout, recomputed: frozense
     if layout.context > 1:
         # queries and output, the keys and values of all context ranks, and on prefixes the outputs of chunks
         chunks = queries if layout.attention == AttentionKernel.flash.value else 0
-        saved = element * (2 * queries + chunks + 2 * (queries if layout.wide else keys) * layout.context)
-    elif layout.wide and keys < queries:
+        saved = element * (
+            2 * queries + chunks + 2 * (queries if layout.repeats_keys else keys) * layout.context
+        )
+    elif layout.repeats_keys and keys < queries:
         # expanded copies of keys and values; norms of keys in the run's precision also save the fused
         # projection
         projection = queries + 2 * keys if traits.qk_norm and (element == FP32 or layout.fused_norms) else 0
         saved = element * (4 * queries + projection)
     elif traits.rotary:
-        saved = element * (
-            3 * queries + 3 * keys
-        )  # rotated queries and keys, the fused projection, the output
+        # rotated queries and keys, the fused projection, the output
+        saved = element * (3 * queries + 3 * keys)
     else:
         saved = element * (2 * queries + 2 * keys)
     if "core_attn" not in recomputed and layout.attention == AttentionKernel.eager.value:
@@ -173,7 +174,7 @@ def _feed_forward(shape: ModelShape, layout: ActivationLayout, *, gated: bool) -
         return (fused or (5 if gated else 2)) * width // layout.tensor
     router = (
         shape.num_local_experts * (1 + layout.element) + shape.num_experts_per_tok * 24
-    ) // layout.spread
+    ) // layout.sequence_ranks
     return (
         shape.num_experts_per_tok
         * ((fused or 6) * width // layout.tensor + layout.element * shape.hidden_size)

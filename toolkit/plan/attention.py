@@ -1,4 +1,4 @@
-"""Which attention kernel a run uses, and why a kernel cannot be used.
+"""Choose the attention kernel of a run, and state why a kernel cannot be used.
 
 Sources: torch 2.13's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp lists what each kernel of
 ``scaled_dot_product_attention`` supports, and torch/nn/attention/flex_attention.py what FlexAttention does.

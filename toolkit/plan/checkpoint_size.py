@@ -8,7 +8,7 @@ from math import prod
 from toolkit.config.schema import RunConfig
 from toolkit.families.base import ParameterSpec
 from toolkit.optimizers import get_optimizer
-from toolkit.plan.memory_zero import FP32, element_bytes
+from toolkit.plan.memory_zero import FP32
 from toolkit.plan.types import RunPlan, World
 
 # Write speed of a node with a fast local disk, or with a good share of a parallel file system. The value is
@@ -26,14 +26,14 @@ def checkpoint_bytes(plan: RunPlan) -> int | None:
 
 
 def state_bytes(config: RunConfig, parameters: Sequence[ParameterSpec]) -> int:
-    """As :func:`checkpoint_bytes`, of the parts of a plan."""
-    weight = element_bytes(config.precision.name)
+    """Compute :func:`checkpoint_bytes` from the parts of a plan."""
+    weight = config.precision.element_bytes
     master = FP32 if weight < FP32 else 0
     optimizer = get_optimizer(config.optim.name)
     # Layers repeat the same parameters, and a search plans thousands of layouts.
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for spec in parameters:
-        kind = optimizer.kind(spec.name, len(spec.shape))
+        kind = optimizer.parameter_kind(spec.name, len(spec.shape))
         alike.setdefault((kind, spec.shape), []).append(spec.name)
     return sum(
         len(names)
@@ -43,12 +43,15 @@ def state_bytes(config: RunConfig, parameters: Sequence[ParameterSpec]) -> int:
 
 
 def rank_bytes(plan: RunPlan) -> int | None:
-    """Bytes that one rank writes: replicas are written once, and the work is spread evenly.
+    """Bytes that one rank writes; None for ``model.target``."""
+    return rank_state_bytes(plan.config, plan.world, plan.parameters)
 
-    None for ``model.target``.
+
+def rank_state_bytes(config: RunConfig, world: World, parameters: Sequence[ParameterSpec]) -> int | None:
+    """Compute :func:`rank_bytes` from the parts of a plan: replicas are written once, and the work is spread
+    evenly.
     """
-    total = checkpoint_bytes(plan)
-    return None if total is None else -(-total // plan.world.ranks)
+    return -(-state_bytes(config, parameters) // world.ranks) if parameters else None
 
 
 def assumed_speed(world: World) -> float:

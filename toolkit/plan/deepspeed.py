@@ -185,7 +185,7 @@ def derived_settings(config: RunConfig, world: World, batch: BatchPlan) -> dict[
     optimizer = spec.deepspeed(config.optim, optimizer_kernel(config, world))
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch.micro_batch,
-        "gradient_accumulation_steps": batch.global_batch // (batch.micro_batch * batch.data_parallel),
+        "gradient_accumulation_steps": batch.accumulation,
         "gradient_clipping": float(config.optim.clip),  # DeepSpeed's own default is 1.0
         "steps_per_print": NEVER,
         # Without the key the engine passes the torch optimizer that the spec creates.

@@ -13,8 +13,8 @@ from enum import Enum
 from typing import Any
 
 from toolkit.commands import command_line
-from toolkit.config.engine_keys import AUTO, DEEPSPEED, format_value
-from toolkit.config.keys import flatten
+from toolkit.config.engine_keys import AUTO, DEEPSPEED
+from toolkit.config.keys import flatten, format_value
 from toolkit.config.schema import RunConfig
 from toolkit.errors import Problem
 from toolkit.plan.deepspeed import derived_settings
@@ -49,7 +49,7 @@ def accept_file_keys(
 
 
 def _value_here(name: str, own: Mapping[str, Any], derived: Mapping[str, Any]) -> Any:
-    """What the run has: in DeepSpeed's dictionary, else in its own key with the same meaning; else None."""
+    """Return the run's value, from DeepSpeed's dictionary or its own key of the same meaning, or None."""
     return derived[name] if name in derived else own.get(DEEPSPEED.run_keys.get(name, ""))
 
 

@@ -16,19 +16,18 @@ fragmentation c10/cuda/CUDACachingAllocator.cpp: blocks are multiples of 512 byt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.layout.axes import Axes
-from toolkit.plan.devices import BLACKWELL, normalise_gpu_name
+from toolkit.plan.devices import BLACKWELL, HOPPER, Architecture, find_gpu
 from toolkit.plan.types import Device, MemoryPlan, World
 
 MIB = 2**20
-HOPPER = frozenset({"h100", "h100-pcie", "h100-nvl", "h200", "h200-nvl", "gh200"})
 # As nvidia-smi shows after a process has run its first kernels of torch, cuBLAS and NCCL (CUDA 12).
 CUDA_CONTEXT = 450 * MIB
-CUDA_CONTEXT_OF_HOPPER = 550 * MIB
-CUDA_CONTEXT_OF_BLACKWELL = 700 * MIB
+CUDA_CONTEXTS: Mapping[Architecture | None, int] = {HOPPER: 550 * MIB, BLACKWELL: 700 * MIB}
 PAIR, RING, ALL_TO_ALL = 544 * MIB, 688 * MIB, 3300 * MIB
 WORKSPACE, WORKSPACE_OF_HOPPER = 8320 * 1024, 32 * MIB
 STREAMS = 2  # the default stream, and that of side computations
@@ -42,13 +41,14 @@ def add_device_overhead(memory: MemoryPlan, config: RunConfig, world: World, axe
     """Return ``memory`` with the bytes of the CUDA context, NCCL, cuBLAS and fragmentation on a GPU."""
     if world.device is not Device.CUDA:
         return memory
-    gpu = normalise_gpu_name(world.gpu or "")
+    gpu = find_gpu(world.gpu)
+    architecture = None if gpu is None else gpu.architecture
     share = FRAGMENTATION_OF_SEGMENTS if uses_expandable_segments(config) else FRAGMENTATION
     return replace(
         memory,
-        cuda_context=_cuda_context(gpu),
+        cuda_context=CUDA_CONTEXTS.get(architecture, CUDA_CONTEXT),
         nccl=nccl_bytes(config, axes),
-        cublas=STREAMS * (WORKSPACE_OF_HOPPER if gpu in HOPPER | BLACKWELL else WORKSPACE),
+        cublas=STREAMS * (WORKSPACE_OF_HOPPER if architecture in (HOPPER, BLACKWELL) else WORKSPACE),
         fragmentation=int(share * memory.working),
     )
 
@@ -78,9 +78,3 @@ def nccl_bytes(config: RunConfig, axes: Axes) -> int:
         groups += [*others, axes.data] if max(others) > 1 else []
     found = sum((PAIR if size == 2 else RING) for size in groups if size > 1)
     return found + (ALL_TO_ALL if axes.expert > 1 else 0)
-
-
-def _cuda_context(gpu: str | None) -> int:
-    if gpu in BLACKWELL:
-        return CUDA_CONTEXT_OF_BLACKWELL
-    return CUDA_CONTEXT_OF_HOPPER if gpu in HOPPER else CUDA_CONTEXT

@@ -36,7 +36,7 @@ def model_flops(plan: RunPlan) -> float | None:
 
 
 def hardware_flops(plan: RunPlan) -> float | None:
-    """As :func:`model_flops`, with recomputation."""
+    """Compute :func:`model_flops` with recomputation."""
     if plan.shape is None or plan.config.task.target is not None:
         return plan.flops_per_unit or _per_unit(plan, "hardware_flops")
     forward = _forward(plan, plan.shape)

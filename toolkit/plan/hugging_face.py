@@ -48,7 +48,7 @@ NOT_ARCHITECTURE = (
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """What the plan knows about a model.
+    """The facts that a plan needs about a model.
 
     Attributes:
         parameters: as ``named_parameters`` lists them: tied parameters once, under their first name.
@@ -182,7 +182,7 @@ def build_on_meta(
 
 
 def build_module(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype | None = None) -> nn.Module:
-    """As :func:`build_on_meta`, with random weights that depend on torch's random state."""
+    """Build the module of :func:`build_on_meta` with random weights from torch's random state."""
     import torch
 
     kind = find_class(model)

@@ -1,4 +1,4 @@
-"""Which implementation of each hot operation a run uses, and why.
+"""Choose the implementation of each hot operation of a run, and state why.
 
 The plan shows the choice and every run logs it at its start, so that a slow fallback is never silent.
 """
@@ -20,9 +20,8 @@ from toolkit.plan.types import Device, KernelChoice, Kernels, World
 TRANSFORMER_ENGINE = "transformer-engine"
 PLAIN, FUSED = "plain", "fused"
 CHUNK_BYTES = 2**30
-BYTES_OF_LOGITS = (
-    10  # of a token and row of the vocabulary, in 16 bits: logits, fp32 log-softmax, its gradient
-)
+# Of a token and a row of the vocabulary, in 16 bits: logits, fp32 log-softmax, its gradient.
+BYTES_OF_LOGITS = 10
 LOSS_FUSION = "cross_entropy_loss_fusion"
 
 
@@ -111,7 +110,7 @@ def loss_chunk(config: RunConfig, vocabulary: int) -> int:
 
 
 def fused_loss_chunk(config: RunConfig, kernels: Kernels, vocabulary: int) -> int | None:
-    """As :func:`loss_chunk`; None if the loss is not fused."""
+    """Return :func:`loss_chunk`, or None if the loss is not fused."""
     return loss_chunk(config, vocabulary) if kernels.loss.name == FUSED else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from toolkit.config import engine_keys
 from toolkit.config.identity import identity
@@ -16,6 +17,7 @@ from toolkit.layout.axes import Axes
 from toolkit.optimizers import get_optimizer
 from toolkit.plan import deepspeed, megatron, rules
 from toolkit.plan.batch import plan_batch
+from toolkit.plan.checkpoint_size import rank_state_bytes
 from toolkit.plan.deepspeed_file import accept_file_keys
 from toolkit.plan.device_overhead import add_device_overhead
 from toolkit.plan.hugging_face import HuggingFaceModel, describe
@@ -25,7 +27,7 @@ from toolkit.plan.memory import plan_memory
 from toolkit.plan.memory_verdict import DOES_NOT_FIT, MAY_NOT_FIT, Fit, judge_memory, nearest_change
 from toolkit.plan.rank_parameters import rank_parameters
 from toolkit.plan.rule_context import RuleContext
-from toolkit.plan.saves import plan_saves, rank_state_bytes
+from toolkit.plan.saves import plan_saves
 from toolkit.plan.trace import ModuleTrace, NotTraced
 from toolkit.plan.types import BatchPlan, MemoryPlan, RunPlan, World
 
@@ -81,7 +83,7 @@ def _has_errors(problems: Sequence[Problem]) -> bool:
 def _with_nearest_change(
     problems: Sequence[Problem], config: RunConfig, world: World, trace: ModuleTrace | NotTraced | None
 ) -> list[Problem]:
-    """Replace the remedy of a run that does not fit by words with which it does, if there are such words."""
+    """Replace the remedy of a run that does not fit by overrides with which it does, if there are any."""
     lacking = [problem for problem in problems if problem.rule in (DOES_NOT_FIT, MAY_NOT_FIT)]
     if not lacking or _has_errors([problem for problem in problems if problem not in lacking]):
         return list(problems)
@@ -94,17 +96,20 @@ def _with_nearest_change(
         verdict = judge_memory(draft.plan.memory, world)
         return verdict is not None and verdict.fit is Fit.yes
 
-    words = nearest_change(config, world, fits)
-    if words is None:
+    overrides = nearest_change(config, world, fits)
+    if overrides is None:
         return list(problems)
     return [
-        replace(problem, remedy=f"write {words}") if problem in lacking else problem for problem in problems
+        replace(problem, remedy=f"write {overrides}") if problem in lacking else problem
+        for problem in problems
     ]
 
 
 def draft_plan(config: RunConfig, world: World, trace: ModuleTrace | NotTraced | None = None) -> DraftPlan:
-    """As :func:`make_plan`, without the rules: also for runs that cannot start, such as those that do not fit
-    in memory, whose time and memory explain why another layout is better.
+    """Plan as :func:`make_plan` does, without the rules.
+
+    Runs that cannot start, such as those that do not fit in memory, are planned too: their time and memory
+    explain why another layout is better.
     """
     problems: list[Problem] = []
     config = _with_length(config, problems)
@@ -122,30 +127,17 @@ def draft_plan(config: RunConfig, world: World, trace: ModuleTrace | NotTraced |
     engine_problems = [*file_problems, *engine_keys.problems(config)]
     usable = engine_keys.drop_wrong_keys(config, engine_problems)
     kernels = choose_kernels(config, world, shape, _tokens(config, batch))
-    deepspeed_settings = megatron_settings = memory = None
-    if batch is not None:
-        if config.engine.name is EngineName.deepspeed:
-            sizes = _sizes(shape, parameters, axes)
-            deepspeed_settings = deepspeed.build_settings(usable, world, batch, sizes)
-        if shape is not None and axes is not None and config.engine.name is EngineName.megatron:
-            megatron_settings = megatron.build_settings(usable, world, axes, shape)
-        traced = trace if isinstance(trace, ModuleTrace) else None
-        # Settings and saves are decided without the trace, because the ranks of the run have none.
-        stored = parameters or (traced.parameters if traced is not None else ())
-        if stored and axes is not None:
-            memory = plan_memory(
-                usable,
-                shape,
-                stored,
-                axes,
-                batch,
-                world.device,
-                deepspeed_settings if megatron_settings is None else megatron_settings["transformer"],
-                kernels=kernels,
-            )
-            if traced is not None:
-                memory = _with_trace(memory, traced, batch.micro_batch)
-            memory = add_device_overhead(memory, usable, world, axes)
+    deepspeed_settings, megatron_settings = _engine_settings(usable, world, axes, batch, shape, parameters)
+    traced = trace if isinstance(trace, ModuleTrace) else None
+    # Settings and saves are decided without the trace, because the ranks of the run have none.
+    stored = parameters or (traced.parameters if traced is not None else ())
+    memory = None
+    if stored and axes is not None and batch is not None:
+        settings = deepspeed_settings if megatron_settings is None else megatron_settings["transformer"]
+        memory = plan_memory(usable, shape, stored, axes, batch, world.device, settings, kernels=kernels)
+        if traced is not None:
+            memory = _with_trace(memory, traced, batch.micro_batch)
+        memory = add_device_overhead(memory, usable, world, axes)
     context = RuleContext(
         config=config,
         world=world,
@@ -182,6 +174,27 @@ def draft_plan(config: RunConfig, world: World, trace: ModuleTrace | NotTraced |
             trace=trace,
         )
     return DraftPlan(plan=plan, context=context, found=tuple(problems))
+
+
+def _engine_settings(
+    config: RunConfig,
+    world: World,
+    axes: Axes | None,
+    batch: BatchPlan | None,
+    shape: ModelShape | None,
+    parameters: tuple[ParameterSpec, ...],
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return the settings of DeepSpeed and Megatron-core; None for an engine that does not train the run."""
+    if batch is not None and config.engine.name is EngineName.deepspeed:
+        return deepspeed.build_settings(config, world, batch, _sizes(shape, parameters, axes)), None
+    if (
+        batch is not None
+        and axes is not None
+        and shape is not None
+        and config.engine.name is EngineName.megatron
+    ):
+        return None, megatron.build_settings(config, world, axes, shape)
+    return None, None
 
 
 def _tokens(config: RunConfig, batch: BatchPlan | None) -> int | None:

@@ -16,7 +16,7 @@ from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.layout.axes import Axes
 from toolkit.optimizers import get_optimizer
-from toolkit.plan.devices import BLACKWELL
+from toolkit.plan.devices import BLACKWELL, find_gpu
 from toolkit.plan.recomputation import recomputation_keys
 from toolkit.plan.transformer_engine import has_transformer_engine
 from toolkit.plan.types import Device, World
@@ -73,11 +73,12 @@ def needs_single_cuda_queue(config: RunConfig, world: World) -> bool:
     (megatron/core/tensor_parallel/layers.py). The scripts of Megatron-LM refuse to start without the setting,
     except on Blackwell, which does not need it (megatron/training/arguments.py).
     """
+    gpu = find_gpu(world.gpu)
     return (
         world.device is Device.CUDA
         and config.engine.name is EngineName.megatron
         and (config.parallel.tensor > 1 or config.parallel.context > 1)
-        and world.gpu not in BLACKWELL
+        and (gpu is None or gpu.architecture is not BLACKWELL)
     )
 
 

@@ -11,6 +11,7 @@ On CPUs temporaries and messages are not counted: tests compare the rest with me
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from toolkit.config.kernels import AttentionKernel, CompileMode
@@ -19,10 +20,10 @@ from toolkit.config.schema import EngineName, OffloadDevice, RunConfig
 from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import memory_megatron
-from toolkit.plan.activations import activation_bytes, offloaded_bytes, output_bytes, recomputed_bytes
+from toolkit.plan.activations import BlockLayout, StageActivations, offloaded_bytes
 from toolkit.plan.attention import has_dense_mask, repeats_keys
 from toolkit.plan.kernels import fused_loss_chunk
-from toolkit.plan.memory_zero import BYTES_BY_ZERO_STAGE, ZeroRun, element_bytes, optimizer_groups
+from toolkit.plan.memory_zero import BYTES_BY_ZERO_STAGE, ZeroRun, optimizer_groups
 from toolkit.plan.rank_parameters import rank_parameters
 from toolkit.plan.temporaries import (
     block_gradient_bytes,
@@ -74,17 +75,11 @@ def stage_memory(
             config, shape, axes, batch, device, kernels=kernels, settings=settings or {}
         )
     settings = settings or {}
-    attention = kernels.attention.name
     stage = config.zero.stage if config.engine.name is EngineName.deepspeed else 0
     ranks = axes.data * axes.context  # with the same weights
-    micro_batches = max(part.size for part in batch.stages) // (batch.micro_batch * batch.data_parallel)
-    tokens = batch.micro_batch * max(1, config.train.sequence_length // axes.context)
-    element = element_bytes(config.precision.name)
-    scores = config.train.sequence_length if attention == AttentionKernel.eager.value else 0
-    seen = config.train.sequence_length * axes.context if has_dense_mask(config, attention) else 0
-    wide, compiled = repeats_keys(config, attention, device), kernels.compile.name != CompileMode.none.value
-    fp32_gradients = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    offloads = config.offload.activations is OffloadDevice.cpu
+    micro_batches = max(batch.accumulations)
+    layout = _block_layout(config, axes, device, kernels)
+    model = None if shape is None else _model_activations(config, shape, layout, axes, batch, kernels)
     on_gpu = device is Device.CUDA
     found = []
     pipeline = rank_parameters(shape, parameters, axes)
@@ -93,85 +88,91 @@ def stage_memory(
             parameters=own,
             groups=optimizer_groups(own, config.optim, ranks, axes.expert),
             ranks=ranks,
-            element=element,
+            element=layout.element,
             accumulates=micro_batches > 1,
-            fp32_accumulation=fp32_gradients,
+            fp32_accumulation=settings.get("data_types", {}).get("grad_accum_dtype") == "fp32",
             precision=config.precision.name,
             optimizer_device=config.offload.optimizer,
             parameter_device=config.offload.parameters,
             settings=settings.get("zero_optimization", {}),
         )
         states = BYTES_BY_ZERO_STAGE[stage](run)
-        host = backward = loss = 0
+        last, in_flight = number == len(pipeline) - 1, min(len(pipeline) - number, micro_batches)
+        boundary = host = 0
         activations = None
-        in_flight = min(len(pipeline) - number, micro_batches)
-        if shape is not None:
-            head = number == len(pipeline) - 1
-            chunk = fused_loss_chunk(config, kernels, shape.vocab_size)
-            activations = activation_bytes(
-                shape,
-                micro_batch=batch.micro_batch,
-                sequence_length=tokens // batch.micro_batch,
-                element=element,
-                recomputation=config.train.recomputation,
-                offloaded=offloads,
-                blocks=blocks,
-                in_flight=in_flight,
-                head=head,
-                tensor=axes.tensor,
-                seen=seen,
-                scores=scores,
-                wide=wide,
-                chunk=chunk,
-                compiled=compiled,
-            )
-            if offloads:
+        if model is not None:
+            activations = replace(model, blocks=blocks, in_flight=in_flight, head=last)
+            boundary = model.tokens * layout.element * model.shape.hidden_size
+            if activations.offloaded:
                 inputs = in_flight * config.train.recomputation.count(blocks)
-                host = offloaded_bytes(inputs, tokens * element * shape.hidden_size, pinned=on_gpu)
-            output = output_bytes(shape, tokens, element, chunk=chunk, tensor=axes.tensor) if head else 0
-            block = recomputed_bytes(
-                shape,
-                element,
-                config.train.recomputation,
-                blocks,
-                tensor=axes.tensor,
-                seen=seen,
-                scores=scores,
-                wide=wide,
-                compiled=compiled,
-            )
-            loss = max(0, output - tokens * block)
-            gradients = block_gradient_bytes(shape, element=element, tensor=axes.tensor, scores=scores)
-            weight = largest_weight_bytes((spec.numel for spec in own if spec.layer is not None), element)
-            backward = tokens * gradients + weight_gradient_bytes(
-                shape, tokens, weight, element=element, tensor=axes.tensor
-            )
-        step = 0
-        if config.offload.optimizer is OffloadDevice.none:
-            step = deepspeed_step_bytes(
-                run.groups,
-                stage=stage,
-                element=element,
-                fp32_gradients=fp32_gradients,
-                foreach=kernels.optimizer.name == OptimizerKernel.torch.value,
-            )
-        temporaries = peak_temporary_bytes(
-            backward=backward, step=step, loss=loss, activations=activations or 0
-        )
-        boundary = 0 if shape is None else tokens * element * shape.hidden_size
+                host = offloaded_bytes(inputs, boundary, pinned=on_gpu)
         # DeepSpeed's pipeline keeps the outputs that it has sent until their backward pass.
-        sent = in_flight * boundary if number < len(pipeline) - 1 else 0
+        sent = 0 if last else in_flight * boundary
         found.append(
             MemoryPlan(
                 parameters=states.parameters,
                 gradients=states.gradients,
                 optimizer=states.optimizer,
-                activations=activations,
+                activations=None if activations is None else activations.peak,
                 host=states.host + host,
                 nvme=states.nvme,
                 buffers=states.buffers,
-                temporaries=temporaries if on_gpu else 0,
+                temporaries=_temporary_bytes(run, activations, stage, kernels) if on_gpu else 0,
                 messages=sent + message_bytes(boundary, axes.pipeline) if on_gpu else 0,
             )
         )
     return found
+
+
+def _block_layout(config: RunConfig, axes: Axes, device: Device, kernels: Kernels) -> BlockLayout:
+    attention, length = kernels.attention.name, config.train.sequence_length
+    return BlockLayout(
+        element=config.precision.element_bytes,
+        tensor=axes.tensor,
+        mask_keys=length * axes.context if has_dense_mask(config, attention) else 0,
+        score_keys=length if attention == AttentionKernel.eager.value else 0,
+        repeats_keys=repeats_keys(config, attention, device),
+        compiled=kernels.compile.name != CompileMode.none.value,
+    )
+
+
+def _model_activations(
+    config: RunConfig, shape: ModelShape, layout: BlockLayout, axes: Axes, batch: BatchPlan, kernels: Kernels
+) -> StageActivations:
+    """The activations of a stage with all blocks."""
+    return StageActivations(
+        shape=shape,
+        layout=layout,
+        tokens=batch.micro_batch * max(1, config.train.sequence_length // axes.context),
+        blocks=range(shape.num_hidden_layers),
+        recomputation=config.train.recomputation,
+        offloaded=config.offload.activations is OffloadDevice.cpu,
+        chunk=fused_loss_chunk(config, kernels, shape.vocab_size),
+    )
+
+
+def _temporary_bytes(run: ZeroRun, activations: StageActivations | None, stage: int, kernels: Kernels) -> int:
+    """Bytes on top of states and activations: in a block's backward pass, or in the optimizer's step."""
+    backward = step = loss = 0
+    if activations is not None:
+        shape, layout, tokens = activations.shape, activations.layout, activations.tokens
+        loss = max(0, activations.output - activations.recomputed)
+        weight = largest_weight_bytes(
+            (spec.numel for spec in run.parameters if spec.layer is not None), layout.element
+        )
+        gradients = block_gradient_bytes(
+            shape, element=layout.element, tensor=layout.tensor, scores=layout.score_keys
+        )
+        backward = tokens * gradients + weight_gradient_bytes(
+            shape, tokens, weight, element=layout.element, tensor=layout.tensor
+        )
+    if run.optimizer_device is OffloadDevice.none:
+        step = deepspeed_step_bytes(
+            run.groups,
+            stage=stage,
+            element=run.element,
+            fp32_gradients=run.fp32_accumulation,
+            foreach=kernels.optimizer.name == OptimizerKernel.torch.value,
+        )
+    peak = 0 if activations is None else activations.peak
+    return peak_temporary_bytes(backward=backward, step=step, loss=loss, activations=peak)

@@ -1,15 +1,12 @@
 """Bytes of parameters, gradients and optimizer states on a rank under Megatron-core 0.16.
 
-    parameters   without the distributed optimizer one tensor per parameter; with it one flat buffer per model
-    chunk, in
-                 which parameters begin at multiples of 64 elements and buckets end at multiples of lcm(ranks,
-                 128)
-    gradients    a flat fp32 buffer of the same length, replicated on every rank, in every precision; backward
-    adds each
-                 parameter's gradient to it and frees the gradient
-    optimizer    an fp32 copy of 16-bit weights (fp32 weights are their own master copy) and the optimizer's
-    tensors; with
-                 the distributed optimizer only this rank's range of each bucket
+- Parameters: without the distributed optimizer one tensor per parameter. With it one flat buffer per model
+  chunk, in which parameters begin at multiples of 64 elements, and buckets end at multiples of
+  lcm(ranks, 128).
+- Gradients: a flat fp32 buffer of the same length, replicated on every rank, in every precision. The backward
+  pass adds each parameter's gradient to it and frees the gradient.
+- Optimizer: an fp32 copy of 16-bit weights (fp32 weights are their own master copy) and the optimizer's
+  tensors; with the distributed optimizer only this rank's range of each bucket.
 
 Adam has moments of M = 8 bytes per element, SGD 4 with momentum and 0 without. The rank has n elements after
 tensor, pipeline and expert parallelism, and N elements with padding. The range is shared by d ranks: data x
@@ -40,13 +37,13 @@ from typing import Any
 
 from toolkit.config.data import DocumentMasking
 from toolkit.config.kernels import AttentionKernel
-from toolkit.config.schema import OffloadDevice, Precision, RunConfig
+from toolkit.config.schema import OffloadDevice, RunConfig
 from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import EMBEDDING, MegatronTensor, TensorCut
 from toolkit.layout.axes import Axes
 from toolkit.optimizers import get_optimizer
-from toolkit.plan.activations import offloaded_bytes
+from toolkit.plan.activations import FP32, offloaded_bytes
 from toolkit.plan.activations_megatron import (
     ActivationLayout,
     block_bytes,
@@ -67,7 +64,6 @@ from toolkit.plan.temporaries import (
 )
 from toolkit.plan.types import BatchPlan, Device, Kernels, MemoryPlan
 
-FP32 = 4
 START, END = 64, 128  # alignment in elements of the start of a parameter and the end of a bucket
 
 
@@ -89,25 +85,25 @@ def stage_memory(
         settings: the section ``transformer`` of Megatron-core's settings.
     """
     attention = kernels.attention.name
-    micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
-    spread = axes.tensor if sequence_parallel(config) else 1
+    micro_batches = max(batch.accumulations)
+    sequence_ranks = axes.tensor if sequence_parallel(config) else 1
     layout = ActivationLayout(
         traits=get_family(shape.family).traits,
         tokens=max(1, batch.micro_batch * config.train.sequence_length // axes.context),
         sequences=batch.micro_batch,
         context=axes.context,
         tensor=axes.tensor,
-        spread=spread,
-        element=FP32 if config.precision.name is Precision.fp32 else 2,
+        sequence_ranks=sequence_ranks,
+        element=config.precision.element_bytes,
         fused_norms=device is Device.CUDA,
         fused_activation=bool(settings.get("bias_activation_fusion")),
         attention=attention,
-        masks=has_dense_mask(config, attention),
-        wide=repeats_keys(config, attention, device),
+        has_mask=has_dense_mask(config, attention),
+        repeats_keys=repeats_keys(config, attention, device),
         documents=config.data.documents is DocumentMasking.separate,
     )
     on_gpu = device is Device.CUDA
-    gathered = 0 if spread == 1 else layout.tokens * layout.element * shape.hidden_size
+    gathered = 0 if sequence_ranks == 1 else layout.tokens * layout.element * shape.hidden_size
     chunks = virtual_stages(config)
     parts = stage_chunks(stage_layers(shape, axes.pipeline, config.engine.megatron), chunks)
     rows = padded_vocabulary(shape.vocab_size, axes.tensor) // axes.tensor
@@ -156,7 +152,7 @@ def _backward_bytes(
         shape,
         element=layout.element,
         tensor=layout.tensor,
-        spread=layout.spread,
+        sequence_ranks=layout.sequence_ranks,
         scores=layout.positions * layout.context if layout.attention == AttentionKernel.eager.value else 0,
     )
     widest = max(rows, -(-shape.intermediate_size // layout.tensor)) * shape.hidden_size
@@ -217,7 +213,7 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateB
     Sizes that ``tensor`` does not divide are rounded up; a rule refuses such runs.
     """
     layers = stage_layers(shape, axes.pipeline, config.engine.megatron)
-    element = FP32 if config.precision.name is Precision.fp32 else 2
+    element = config.precision.element_bytes
     state = get_optimizer(config.optim.name).element_bytes(config.optim) + (FP32 if element != FP32 else 0)
     elements = _stage_elements(
         shape, axes, tuple(layers), virtual_stages(config), distributed=config.zero.stage > 0

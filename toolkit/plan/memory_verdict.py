@@ -72,7 +72,7 @@ def judge_memory(memory: MemoryPlan | None, world: World) -> MemoryVerdict | Non
 
 
 def nearest_change(config: RunConfig, world: World, fits: Callable[[RunConfig], bool]) -> str | None:
-    """Return the words of the first change with which ``config`` fits; None if none of them is enough.
+    """Return the overrides of the first change with which ``config`` fits; None if none of them is enough.
 
     Changes are tried from those that cost least to those that cost most: a higher ZeRO stage, bf16, selective
     recomputation, smaller micro-batches, full recomputation, both, tensor and pipeline ranks, offload.
@@ -80,10 +80,7 @@ def nearest_change(config: RunConfig, world: World, fits: Callable[[RunConfig], 
     Args:
         fits: whether a run with a changed configuration can be planned and fits.
     """
-    for words, changed in _changes(config, world):
-        if fits(changed):
-            return words
-    return None
+    return next((overrides for overrides, changed in _changes(config, world) if fits(changed)), None)
 
 
 def _changes(config: RunConfig, world: World) -> Iterator[tuple[str, RunConfig]]:
@@ -99,29 +96,25 @@ def _changes(config: RunConfig, world: World) -> Iterator[tuple[str, RunConfig]]
         for axis, most in (("tensor", min(8, world.ranks_per_node)), ("pipeline", world.ranks)):
             size = 2 * getattr(config.parallel, axis)
             while size <= most:
-                for base, words in ((config, ""), (full, " train.activation_checkpointing=full")):
+                for base, more in ((config, ""), (full, " train.activation_checkpointing=full")):
                     parallel = replace(base.parallel, **{axis: size})
-                    yield f"parallel.{axis}={size}{words}", replace(base, parallel=parallel)
+                    yield f"parallel.{axis}={size}{more}", replace(base, parallel=parallel)
                 size *= 2
     if config.engine.name is EngineName.deepspeed and config.offload.optimizer is OffloadDevice.none:
         sharded = replace(full, zero=replace(config.zero, stage=3))
-        for base, words in ((config, ""), (sharded, " zero=stage3 train.activation_checkpointing=full")):
+        for base, more in ((config, ""), (sharded, " zero=stage3 train.activation_checkpointing=full")):
             offload = replace(base.offload, optimizer=OffloadDevice.cpu)
-            yield f"offload=cpu_optimizer{words}", replace(base, offload=offload)
+            yield f"offload=cpu_optimizer{more}", replace(base, offload=offload)
         offload = replace(sharded.offload, optimizer=OffloadDevice.cpu, parameters=OffloadDevice.cpu)
-        words = "offload=cpu zero=stage3 train.activation_checkpointing=full"
-        yield words, replace(sharded, offload=offload)
+        yield "offload=cpu zero=stage3 train.activation_checkpointing=full", replace(sharded, offload=offload)
 
 
 def _smaller_activations(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     none = not config.train.recomputation.full and not config.train.recomputation.selective
     if none:
         yield "train.activation_checkpointing=selective", _recompute(config, "selective")
-    for base, words in (
-        (config, ""),
-        *([] if config.train.recomputation.full else [(_recompute(config, "full"), "full")]),
-    ):
-        added = f"train.activation_checkpointing={words}" if words else ""
+    full = (_recompute(config, "full"), "train.activation_checkpointing=full")
+    for base, added in ((config, ""), *([] if config.train.recomputation.full else [full])):
         if added:
             yield added, base
         size = (config.train.micro_batch or 1) // 2

@@ -2,14 +2,14 @@
 
 Each figure is defined so that it can be measured:
 
-    parameters   the weights that forward uses: flat buffers with padding; under ZeRO 3 this rank's partition,
-        and all of
-                 each persistent parameter (numel <= stage3_param_persistence_threshold), which stays gathered
-    gradients    peak of the gradient tensors at the end of a micro-batch's backward pass, before the
-    reduction
-    optimizer    master weights and the optimizer's tensors of parameter shape, after the first step
-    host, nvme   the offloaded part of these three, and the extra copies that offload needs
-    buffers      reduction buckets, and the parameters that ZeRO 3 has gathered at a time: upper bounds
+- Parameters: the weights that the forward pass uses, in flat buffers with padding. Under ZeRO 3 this rank's
+  partition, and all of each persistent parameter (numel <= stage3_param_persistence_threshold), which stays
+  gathered.
+- Gradients: the peak of the gradient tensors at the end of a micro-batch's backward pass, before the
+  reduction.
+- Optimizer: master weights and the optimizer's tensors of parameter shape, after the first step.
+- Host and NVMe: the offloaded part of these three, and the extra copies that offload needs.
+- Buffers: reduction buckets, and the parameters that ZeRO 3 has gathered at a time: upper bounds.
 
 Notation: N parameters, d data ranks, e bytes per element in the run's precision (4 or 2). ZeRO 1 and 2
 flatten each optimizer group and pad it to a multiple of 2d: P is the sum of the groups' partitions. ZeRO 3
@@ -18,17 +18,15 @@ bytes per element, SGD 4 with momentum and 0 without.
 
                         parameters   gradients         optimizer      on the host
     stage 0, fp32       4 N          4 N               M N
-    stage 0, 16 bits    2 N          (2 + 4) N         (4 + M) N      (local engine only; it accumulates in
-    fp32)
+    stage 0, 16 bits    2 N          (2 + 4) N         (4 + M) N      (local engine only: fp32 sums)
     stage 1             e N          e N               (4 + M) P
     stage 2             e N          e T, or 4 P (1)   (4 + M) P
     stage 3             e P + pers.  e P, or 4 P (2)   (4 + M) P
-    On the host, stages 1 and 2 with the optimizer on the CPU have the optimizer, e P, and 4 P of gradients,
-    and stage 2 has e T more during gradient accumulation. On the device, stage 1 keeps its gradients. Stage 3
-    with the optimizer on the CPU has the optimizer, 4 P and the gradients on the host.
 
-    T: full size of the parameters that overlap the rank's partition. (1), (2): if bf16 gradients accumulate
-        in fp32.
+T is the full size of the parameters that overlap the rank's partition. (1) and (2) hold if bf16 gradients
+accumulate in fp32. On the host, stages 1 and 2 with the optimizer on the CPU have the optimizer, e P, and 4 P
+of gradients, and stage 2 has e T more during gradient accumulation. On the device, stage 1 keeps its
+gradients. Stage 3 with the optimizer on the CPU has the optimizer, 4 P and the gradients on the host.
 
 Two facts are surprising. In fp32, ZeRO 1 to 3 store the weights *and* a master copy. Accumulating in fp32
 under stage 1 (a DeepSpeed key of the user) makes DeepSpeed use BF16_Optimizer, with (2 + 4) N bytes of
@@ -51,14 +49,9 @@ from toolkit.config.optim import OptimConfig
 from toolkit.config.schema import OffloadDevice, Precision
 from toolkit.families.base import ParameterSpec
 from toolkit.optimizers import get_optimizer
+from toolkit.optimizers.base import FP32
 from toolkit.plan.deepspeed import BUCKET, LIVE, PERSISTENCE, PREFETCH
 from toolkit.plan.rank_parameters import is_expert_parameter
-
-FP32 = 4
-
-
-def element_bytes(precision: Precision) -> int:
-    return FP32 if precision is Precision.fp32 else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +97,7 @@ def optimizer_groups(
     optimizer = get_optimizer(optim.name)
     members: dict[tuple[bool, str, bool], list[ParameterSpec]] = {}
     for spec in parameters:
-        kind = optimizer.kind(spec.name, len(spec.shape))
+        kind = optimizer.parameter_kind(spec.name, len(spec.shape))
         members.setdefault((spec.decays, kind, expert > 1 and is_expert_parameter(spec)), []).append(spec)
     return tuple(
         OptimizerGroup(
@@ -112,7 +105,7 @@ def optimizer_groups(
             element_bytes=optimizer.element_bytes(optim, kind),
             state_bytes=sum(optimizer.parameter_bytes(optim, spec.name, spec.shape) for spec in specs),
             ranks=max(1, ranks // expert) if apart else ranks,
-            whole=kind in optimizer.whole_kinds,
+            whole=kind in optimizer.whole_parameter_kinds,
         )
         for (_, kind, apart), specs in members.items()
     )

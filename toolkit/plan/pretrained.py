@@ -26,7 +26,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """As :func:`resolve`, for the model section.
+    """Resolve the model section as :func:`resolve` does.
 
     A model of a family gets the sizes that are null. Any other model of transformers gets its class, its
     model type and the fields of its configuration (``model.hf``); ``model.hf.architecture`` requests this for

@@ -1,11 +1,10 @@
 """The parameters of one rank under DeepSpeed, in canonical tensors.
 
-tensor     rows of q, k, v, gate, up and of an untied output layer, and columns of o and down, as
-plan/deepspeed.py
-           configures AutoTP; all other parameters are replicated
-pipeline   the stages of plan/pipeline_stages.py
-expert     some experts of each layer: a slice of the first dim of the fused tensors
-context    all parameters
+- Tensor axis: rows of q, k, v, gate, up and of an untied output layer, and columns of o and down, as
+  plan/deepspeed.py configures AutoTP. All other parameters are replicated.
+- Pipeline axis: the stages of plan/pipeline_stages.py.
+- Expert axis: some experts of each layer, a slice of the first dim of the fused tensors.
+- Context axis: all parameters.
 """
 
 from __future__ import annotations

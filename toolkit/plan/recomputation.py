@@ -1,4 +1,4 @@
-"""What Megatron-core recomputes: ``train.activation_checkpointing`` in its own keys, or those of the user."""
+"""Megatron-core's keys for ``train.activation_checkpointing``, or those that the user sets instead."""
 
 from __future__ import annotations
 

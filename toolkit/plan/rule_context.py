@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 
+from toolkit.config.keys import format_value
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import Problem, Severity
 from toolkit.families.base import Family, FamilyTraits, ModelShape, ParameterSpec
@@ -86,7 +86,7 @@ Rule = Callable[[RuleContext], Iterator[Problem]]
 
 def format_keys(config: RunConfig, *keys: str) -> str:
     """``zero.stage=3, parallel.pipeline=2``: keys with their values, as a user would type them."""
-    return ", ".join(f"{key}={_typed(_value(config, key))}" for key in keys)
+    return ", ".join(f"{key}={format_value(_value(config, key))}" for key in keys)
 
 
 def make_error(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
@@ -96,7 +96,7 @@ def make_error(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
 
 
 def make_warning(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
-    """As :func:`make_error`, but a warning."""
+    """A warning about the space-separated ``keys``; the first one is at fault."""
     names = keys.split()
     return Problem(names[0], format_keys(config, *names), rule, remedy, Severity.WARNING)
 
@@ -106,11 +106,3 @@ def _value(config: RunConfig, key: str) -> object:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part)
     return value
-
-
-def _typed(value: object) -> object:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else value

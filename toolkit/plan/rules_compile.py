@@ -1,4 +1,4 @@
-"""What torch.compile can compile (``compile.mode``), shared by a rule and the choice of ``auto``."""
+"""The limits of torch.compile (``compile.mode``), shared by a rule and the choice of ``auto``."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def compile_obstacles(config: RunConfig, world: World, mode: CompileMode) -> Ite
 
 
 def lacking(world: World) -> tuple[str, ...]:
-    """What inductor needs and the machine lacks."""
+    """Return the packages and tools that inductor needs and the machine lacks."""
     return tuple(
         name for name in world.lacking_for_compile if name != "triton" or world.device is Device.CUDA
     )

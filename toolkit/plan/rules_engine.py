@@ -52,7 +52,7 @@ def gradients_accumulate_in_bf16(ctx: RuleContext) -> Iterator[Problem]:
         or ctx.batch is None
     ):
         return
-    steps = ctx.batch.global_batch // (ctx.batch.micro_batch * ctx.batch.data_parallel)
+    steps = ctx.batch.accumulation
     if (
         steps > 1
         and config.zero.stage in (1, 2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.config.engine_keys import format_value
 from toolkit.config.engine_keys_megatron import GPU_ONLY, TRANSFORMER_ENGINE
+from toolkit.config.keys import format_value
 from toolkit.config.recomputation import KEY, RecomputationMode
 from toolkit.config.schema import Precision
 from toolkit.config.vendors.installed import MEGATRON
@@ -355,9 +355,7 @@ def virtual_stages(ctx: RuleContext) -> Iterator[Problem]:
     if ctx.batch is None:
         return
     group = given.get(GROUP)
-    for accumulation in sorted(
-        {stage.size // (ctx.batch.micro_batch * ctx.batch.data_parallel) for stage in ctx.batch.stages}
-    ):
+    for accumulation in sorted(set(ctx.batch.accumulations)):
         size = group if isinstance(group, int) else stages
         left = accumulation % size if size else 0
         if not stages <= size <= accumulation or 0 < left < stages:
@@ -378,7 +376,7 @@ def pipeline_is_filled(ctx: RuleContext) -> Iterator[Problem]:
     stages, batch = ctx.config.parallel.pipeline, ctx.batch
     if stages == 1 or batch is None or ctx.world.device is Device.CPU:
         return
-    micro_batches = batch.global_batch // (batch.micro_batch * batch.data_parallel)
+    micro_batches = batch.accumulation
     if micro_batches < stages:
         yield make_warning(
             ctx.config,

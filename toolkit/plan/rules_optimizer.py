@@ -18,17 +18,19 @@ KERNELS = (OptimizerKernel.auto, OptimizerKernel.torch)
 
 
 def optimizer_limits(ctx: RuleContext) -> Iterator[Problem]:
-    """What the optimizer itself refuses, and what its engine does not have."""
+    """The optimizer's own rules, and those of the engine about it."""
     config = ctx.config
     spec = get_optimizer(config.optim.name)
     if ctx.megatron and spec.not_on_megatron is not None:
         yield make_error(config, "optim.name engine.name", *spec.not_on_megatron)
-    for limit in spec.limits(config):
-        yield (make_warning if limit.warning else make_error)(config, limit.keys, limit.rule, limit.remedy)
+    for violation in spec.find_violations(config):
+        yield (make_warning if violation.warning else make_error)(
+            config, violation.keys, violation.rule, violation.remedy
+        )
     if ctx.deepspeed and ctx.traits is not None and spec.name in ctx.traits.unsupported_optimizers:
         rule = ctx.traits.unsupported_optimizers[spec.name]
         yield make_error(config, "optim.name model.family", rule, "write optim=adamw")
-    if ctx.deepspeed and spec.needs_whole is not None and not whole_parameters(config):
+    if ctx.deepspeed and spec.needs_whole_parameters is not None and not whole_parameters(config):
         key = (
             "zero.stage"
             if config.zero.stage
@@ -41,7 +43,7 @@ def optimizer_limits(ctx: RuleContext) -> Iterator[Problem]:
         yield make_error(
             config,
             f"optim.name {key}",
-            f"{spec.name} needs whole parameters on each rank, because {spec.needs_whole}",
+            f"{spec.name} needs whole parameters on each rank, because {spec.needs_whole_parameters}",
             f"write {'zero=stage0' if key == 'zero.stage' else f'{key}=1'}, or optim=adamw",
         )
 

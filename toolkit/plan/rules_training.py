@@ -122,9 +122,8 @@ def schedule_fits_the_run(ctx: RuleContext) -> Iterator[Problem]:
             "warm-up and decay of wsd do not overlap: warmup + decay <= steps",
             f"write schedule.decay={max(1, steps - schedule.warmup_steps)}, or train.steps={ends}",
         )
-    elif (
-        schedule.warmup_steps and schedule.warmup_steps >= steps
-    ):  # a decay may be longer: the run can be extended later
+    elif schedule.warmup_steps and schedule.warmup_steps >= steps:
+        # A decay may be longer, because the run can be extended later.
         yield make_warning(
             config,
             "train.steps schedule.warmup",

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from toolkit.config.schema import RunConfig
-from toolkit.families.base import ParameterSpec
-from toolkit.plan.checkpoint_size import state_bytes
 from toolkit.plan.types import Device, MemoryPlan, SavePlan, World
 from toolkit.progress import quantity
 
@@ -22,7 +18,7 @@ def plan_saves(config: RunConfig, world: World, size: int | None, memory: Memory
     in the foreground.
 
     Args:
-        size: bytes of a rank's state (:func:`rank_state_bytes`).
+        size: bytes of a rank's state (:func:`toolkit.plan.checkpoint_size.rank_state_bytes`).
     """
     wanted, bound = config.checkpoint.background, int(config.checkpoint.staging_gib * GIB)
 
@@ -46,11 +42,3 @@ def plan_saves(config: RunConfig, world: World, size: int | None, memory: Memory
             )
     reason = "on GPUs" if wanted is None else "checkpoint.background=true"
     return SavePlan(background=True, reason=reason, copy_bytes=size or 0, staging_bytes=bound)
-
-
-def rank_state_bytes(config: RunConfig, world: World, parameters: Sequence[ParameterSpec]) -> int | None:
-    """Bytes that one rank writes: replicas are written once, and the work is spread evenly.
-
-    None if the parameters are not known.
-    """
-    return -(-state_bytes(config, parameters) // world.ranks) if parameters else None

@@ -22,20 +22,20 @@ MESSAGES = 3  # the next input, the gradient that arrives and the one that leave
 
 
 def block_gradient_bytes(
-    shape: ModelShape, *, element: int, tensor: int = 1, spread: int = 1, scores: int = 0
+    shape: ModelShape, *, element: int, tensor: int = 1, sequence_ranks: int = 1, scores: int = 0
 ) -> int:
     """Bytes per token of gradients inside a block, at their peak in the feed-forward or in attention.
 
     Args:
         element: bytes of an element.
         tensor: tensor-parallel ranks, which share the tensors inside attention and feed-forward.
-        spread: ranks that share the residual stream: ``tensor`` with sequence parallelism, which gathers a
-            block's gradient and a product's input whole, else 1.
+        sequence_ranks: those that share the residual stream: ``tensor`` with sequence parallelism, which
+            gathers a block's gradient and a product's input whole, else 1.
         scores: keys whose attention weights exist for each token (``eager``), else 0.
     """
     # of the block's output; with experts also of their inputs
-    residual = (2 if shape.num_local_experts else 1) * element * shape.hidden_size // spread
-    gathered = element * shape.hidden_size if spread > 1 else 0
+    residual = (2 if shape.num_local_experts else 1) * element * shape.hidden_size // sequence_ranks
+    gathered = element * shape.hidden_size if sequence_ranks > 1 else 0
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     # of the output, queries, keys and values; of the softmax in fp32 and its input
     attention = element * (2 * queries + 2 * keys)

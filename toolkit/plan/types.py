@@ -41,6 +41,11 @@ class World:
     def nodes(self) -> int:
         return -(-self.ranks // self.ranks_per_node)
 
+    @property
+    def hardware(self) -> str:
+        """The kind of devices, for people."""
+        return self.gpu or "GPUs of unknown kind" if self.device is Device.CUDA else "CPU ranks"
+
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
@@ -69,11 +74,24 @@ class BatchPlan:
     data_parallel: int
     stages: tuple[RampStage, ...]  # one if there is no ramp
 
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a rank in a step after the ramp."""
+        return self._micro_batches(self.global_batch)
+
+    @property
+    def accumulations(self) -> tuple[int, ...]:
+        """Micro-batches of a rank in a step of each stage."""
+        return tuple(self._micro_batches(stage.size) for stage in self.stages)
+
     def at(self, step: int) -> GlobalBatch:
         """The global batch of optimizer step ``step``; the first step is 0."""
         stage = next(stage for stage in reversed(self.stages) if stage.first_step <= step)
         first = stage.first_sample + (step - stage.first_step) * stage.size
-        return GlobalBatch(step, first, stage.size, stage.size // (self.micro_batch * self.data_parallel))
+        return GlobalBatch(step, first, stage.size, self._micro_batches(stage.size))
+
+    def _micro_batches(self, size: int) -> int:
+        return size // (self.micro_batch * self.data_parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +147,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """How checkpoints are written (plan/saves.py).
+    """The decision on how checkpoints are written (plan/saves.py).
 
     Attributes:
         background: whether training continues while a save is written from a copy in host memory.

@@ -390,7 +390,7 @@ class _Idle:
 
 
 def _cuda_functions() -> dict[str, Any]:
-    """What replaces functions of ``torch.cuda``: one Hopper with 80 GB that is always idle and empty."""
+    """Replacements of functions of ``torch.cuda``: one Hopper with 80 GB that is always idle and empty."""
     properties = SimpleNamespace(
         name="fake H100", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
     )

@@ -155,7 +155,7 @@ class Cell:
         )
         return make_plan(tiny_config(self.family, **changes), world)
 
-    def oracle(self) -> Cell:
+    def reference(self) -> Cell:
         """The cell of the local engine with the same model, samples and first weights."""
         return Cell(
             engine=EngineName.local,

@@ -58,26 +58,30 @@ class Measured:
     trace: RunTrace
     evaluation: float
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    gaps: tuple[float, ...] = ()  # by step, for an oracle with experts: see RoutingGaps
+    gaps: tuple[float, ...] = ()  # by step, for a reference with experts: see RoutingGaps
 
-    def differences(self, oracle: Measured, steps: int | None = None) -> Differences:
+    def differences(self, reference: Measured, steps: int | None = None) -> Differences:
         """Differences over the first ``steps`` steps, with the final weights and evaluation."""
-        ours, theirs = (RunTrace(side.trace.results[:steps], side.trace.weights) for side in (self, oracle))
+        ours, theirs = (
+            RunTrace(side.trace.results[:steps], side.trace.weights) for side in (self, reference)
+        )
         distance = ours.distance(theirs) if ours.results else None
         return Differences(
             loss=distance.loss if distance else 0.0,
             norm=distance.norm if distance else 0.0,
-            gradient=relative_difference(self.gradients, oracle.gradients) if oracle.gradients else None,
+            gradient=relative_difference(self.gradients, reference.gradients)
+            if reference.gradients
+            else None,
             weight=max(
                 float((self.trace.weights[name] - right).abs().max())
-                for name, right in oracle.trace.weights.items()
+                for name, right in reference.trace.weights.items()
             ),
-            evaluation=abs(self.evaluation - oracle.evaluation),
+            evaluation=abs(self.evaluation - reference.evaluation),
         )
 
-    def departure(self, oracle: Measured, loss: float) -> int | None:
-        """The first step whose loss differs from the oracle's by more than ``loss``, or None."""
-        pairs = zip(self.trace.losses, oracle.trace.losses, strict=True)
+    def departure(self, reference: Measured, loss: float) -> int | None:
+        """The first step whose loss differs from the reference's by more than ``loss``, or None."""
+        pairs = zip(self.trace.losses, reference.trace.losses, strict=True)
         return next((step for step, (a, b) in enumerate(pairs) if not abs(a - b) <= loss), None)
 
 

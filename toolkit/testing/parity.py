@@ -1,8 +1,8 @@
-"""Compare the training trace of an engine with that of the local engine, the oracle.
+"""Compare the training trace of an engine with that of the local engine, the reference.
 
-    oracle = run_trace(tiny_plan())                       # the local engine
+    reference = run_trace(tiny_plan())                       # the local engine
     traces = pool.run(trace_on_rank, tiny_plan(ranks=2, zero__stage=2))
-    check_parity(traces[0], oracle)
+    check_parity(traces[0], reference)
 
 A control is a deliberately wrong run; :func:`check_control` asserts that its difference is large, since
 otherwise the test would prove nothing.
@@ -26,7 +26,8 @@ from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import NextTokenTask, text_task
 
 STEPS = 20
-REQUIRED_FALL = 0.3  # the minimum decrease of the oracle's loss in nats; runs that learn nothing always agree
+# The minimum decrease of the reference's loss in nats, because runs that learn nothing always agree.
+REQUIRED_FALL = 0.3
 
 Batches = Callable[[RunPlan, int, int], Sequence[MicroBatch]]  # plan, step, data rank
 
@@ -125,17 +126,17 @@ def rank_samples(
     ]
 
 
-def check_parity(trace: RunTrace, oracle: RunTrace, tolerance: Distance = TOLERANCE) -> None:
-    """Assert that the traces agree and that the oracle's loss decreased."""
-    fall = oracle.losses[0] - oracle.losses[-1]
-    assert fall >= REQUIRED_FALL, f"invalid cell: the oracle's loss fell by {fall:.3f} only"
-    distance = trace.distance(oracle)
+def check_parity(trace: RunTrace, reference: RunTrace, tolerance: Distance = TOLERANCE) -> None:
+    """Assert that the traces agree and that the reference's loss decreased."""
+    fall = reference.losses[0] - reference.losses[-1]
+    assert fall >= REQUIRED_FALL, f"invalid cell: the reference's loss fell by {fall:.3f} only"
+    distance = trace.distance(reference)
     assert distance.times(tolerance) <= 1, f"{distance} against {tolerance}"
 
 
-def check_control(trace: RunTrace, oracle: RunTrace, tolerance: Distance = TOLERANCE) -> None:
-    """Assert that a deliberately wrong run differs from the oracle by more than 10 tolerances."""
-    distance = trace.distance(oracle)
+def check_control(trace: RunTrace, reference: RunTrace, tolerance: Distance = TOLERANCE) -> None:
+    """Assert that a deliberately wrong run differs from the reference by more than 10 tolerances."""
+    distance = trace.distance(reference)
     assert distance.times(tolerance) > 10, f"a wrong run passes as correct: {distance} against {tolerance}"
 
 

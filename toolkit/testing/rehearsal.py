@@ -37,7 +37,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rank's steps and evaluation returned."""
+    """The results of a rank's steps and evaluation."""
 
     steps: tuple[StepResult, ...]
     evaluation: EvalResult

@@ -20,6 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 LENGTH = 2048
 GLOBAL_BATCH, RANKS, MICRO_BATCH = 1024, 128, 8
+ROUNDS = 5  # of each measurement
 # Weights of the three sources of a mixture, before and after half of the first epoch.
 WEIGHTS = ((0.7, 0.2, 0.1), (0.4, 0.3, 0.3))
 
@@ -85,11 +86,11 @@ class StreamCost:
     state_bytes: int
 
 
-def measure_stream_cost(samples: int, *, mixed: bool, rounds: int = 5) -> StreamCost:
-    """Measure an index of ``samples``; seconds are minima over ``rounds``."""
+def measure_stream_cost(samples: int, *, mixed: bool) -> StreamCost:
+    """Measure an index of ``samples``; seconds are minima over ``ROUNDS``."""
     late = 5 * samples // 2 // GLOBAL_BATCH
-    first = min(_seconds(samples, mixed, 0) for _ in range(rounds))
-    resume = min(_seconds(samples, mixed, late) for _ in range(rounds))
+    first = min(_seconds(samples, mixed, 0) for _ in range(ROUNDS))
+    resume = min(_seconds(samples, mixed, late) for _ in range(ROUNDS))
     tracemalloc.start()
     _seconds(samples, mixed, late)
     peak = tracemalloc.get_traced_memory()[1]

@@ -76,7 +76,7 @@ def sample(number: int) -> dict[str, torch.Tensor]:
 
 
 def document_sample(number: int) -> dict[str, torch.Tensor]:
-    """As ``sample``, with ``position_ids``, from documents of 1 to 12 tokens closed by END_OF_TEXT.
+    """Return a ``sample`` with ``position_ids`` from documents of 1 to 12 tokens closed by END_OF_TEXT.
 
     Each document counts in its own steps, so a token depends only on those before it in its document.
     """

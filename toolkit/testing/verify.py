@@ -1,9 +1,9 @@
-"""Run the parity matrix: compare every cell with its oracle and return a verdict for each.
+"""Run the parity matrix: compare every cell with its reference and return a verdict for each.
 
     with rank_pool(4) as pool:
         rows = verify(CORE, pool, devices=4, device=Device.CPU, progress=progress)
 
-An oracle runs once for all cells with its family, sizes and optimizer, on one rank of the same pool and the
+A reference runs once for all cells with its family, sizes and optimizer, on one rank of the same pool and the
 same device.
 """
 
@@ -42,7 +42,7 @@ class ParityVerdict(StrEnum):
     BOUND = "within its bound"  # above a tolerance, with a measured cause
     FLIP = "equal until a routing flip"
     APART = "apart"
-    INVALID = "invalid"  # the oracle's loss did not decrease, so agreement proves nothing
+    INVALID = "invalid"  # the reference's loss did not decrease, so agreement proves nothing
     FAILED = "failed"  # the run raised
     NOT_RUN = "not run"  # it needs more devices than there are
 
@@ -86,7 +86,7 @@ def verify(
     report: Report = lambda row: None,
     steps: int = STEPS,
 ) -> list[ParityRow]:
-    """Run ``cells`` with their optimizer cases, grouped by oracle.
+    """Run ``cells`` with their optimizer cases, grouped by reference.
 
     Args:
         devices: the number of ranks that can have a device; larger cells are NOT_RUN.
@@ -94,7 +94,7 @@ def verify(
     """
 
     @cache
-    def oracle(cell: Cell, case: OptimizerCase) -> Measured:
+    def reference(cell: Cell, case: OptimizerCase) -> Measured:
         return measure_cell(cell, case, pool, device, steps)
 
     rows = []
@@ -102,7 +102,7 @@ def verify(
     with progress.task("parity", total=sum(len(cell.cases) for cell in ordered), unit="runs") as task:
         for cell in ordered:
             for case in cell.cases:
-                row = verify_cell(cell, case, pool, oracle, devices=devices, device=device, steps=steps)
+                row = verify_cell(cell, case, pool, reference, devices=devices, device=device, steps=steps)
                 rows.append(row)
                 report(row)
                 task.advance(note=f"{cell.name} {case}: {row.verdict}")
@@ -113,7 +113,7 @@ def verify_cell(
     cell: Cell,
     case: OptimizerCase,
     pool: RankPool,
-    oracle: Callable[[Cell, OptimizerCase], Measured],
+    reference: Callable[[Cell, OptimizerCase], Measured],
     *,
     devices: int,
     device: Device,
@@ -126,7 +126,7 @@ def verify_cell(
     else:
         try:
             verdict, cause, differences = judge(
-                cell, measure_cell(cell, case, pool, device, steps), oracle(cell.oracle(), case)
+                cell, measure_cell(cell, case, pool, device, steps), reference(cell.reference(), case)
             )
         except (PlanError, RanksFailed) as error:
             verdict, cause = ParityVerdict.FAILED, str(error)
@@ -183,7 +183,7 @@ def judge(cell: Cell, found: Measured, right: Measured) -> Judgement:
     fall = right.trace.losses[0] - right.trace.losses[-1]
     differences = found.differences(right)
     if not right.gradients and fall < REQUIRED_FALL:
-        return ParityVerdict.INVALID, f"the oracle's loss fell by {fall:.3f} only", differences
+        return ParityVerdict.INVALID, f"the reference's loss fell by {fall:.3f} only", differences
     over = differences.over(cell.allowed)
     if not over:
         above = differences.over(Cell(engine=cell.engine, family=cell.family).allowed)

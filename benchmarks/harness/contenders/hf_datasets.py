@@ -33,9 +33,8 @@ def make(corpus: Corpus, folder: Path) -> None:
     schema = pa.schema({"tokens": pa.list_(pa.uint16(), LENGTH)})
     for first in range(0, len(windows), SHARD):
         with pa.ipc.new_stream(str(folder / f"shard-{first // SHARD:05}.arrow"), schema) as writer:
-            for rows in np.array_split(
-                windows[first : first + SHARD], max(1, SHARD // 1000)
-            ):  # batches of about 1,000, the default
+            # Batches of about 1,000, the default.
+            for rows in np.array_split(windows[first : first + SHARD], max(1, SHARD // 1000)):
                 array = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), LENGTH)
                 writer.write_batch(pa.record_batch([array], schema=schema))
 

@@ -21,7 +21,7 @@ from tests.estimate.test_scaling import network
 from tests.monitor.report.browser import Browser, Page, find_browser
 from tests.monitor.report.runs import HOSTILE
 from tests.plan.cases import h100s, run_config
-from toolkit.estimate.measured_factors import MeasuredEstimate, fit_factors
+from toolkit.estimate.measured_factors import MeasuredEstimate, fit_speed_factors
 from toolkit.estimate.present_scaling import ScalingReport, create_report, format_scaling, scaling_to_json
 from toolkit.monitor.report.scaling_page import render_scaling_page, render_scaling_plot
 from toolkit.plan import make_plan
@@ -48,7 +48,7 @@ def report() -> ScalingReport:
         RANKS,
         estimate,
         measured=[run],
-        factors=fit_factors([run]),
+        factors=fit_speed_factors([run]),
     )
 
 

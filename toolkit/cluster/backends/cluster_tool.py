@@ -14,7 +14,7 @@ COMMAND_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterTool:
-    """What to report if a command cannot run or fails.
+    """A command of a cluster, and the errors to report if it cannot run or fails.
 
     Attributes:
         rule: why the tool is needed.

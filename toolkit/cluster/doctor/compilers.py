@@ -17,7 +17,7 @@ from toolkit.plan.types import Device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildTools:
-    """What is installed for kernels that are compiled on first use. Versions are of CUDA; None: none.
+    """The tools that compile kernels on first use. Versions are of CUDA; None: none.
 
     Attributes:
         lacking: what is absent of a C++ compiler, Python's headers and Triton.

@@ -128,7 +128,7 @@ class _Sweep:
 
     @property
     def _arguments(self) -> list[str]:
-        return [*self.words.options, *self.words.words, *self.words.hydra]
+        return [*self.words.options, *self.words.overrides, *self.words.hydra]
 
     def make_folder(self) -> None:
         """Create the sweep's folder. Raises InputError."""

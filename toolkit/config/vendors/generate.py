@@ -119,7 +119,7 @@ def read_class(owner: type) -> KeySchema:
 
 
 def read_type(hint: Any) -> KeySchema:
-    """What an annotation accepts. The engine itself checks values of types that are not known here."""
+    """Return the schema of an annotation. The engine checks values of types that are not known here."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _read_union(arguments)
@@ -216,9 +216,8 @@ class ConfigTracer:
     """Follows the configuration dictionary through functions and records the keys that are read from it."""
 
     root: KeySchema = field(default_factory=lambda: KeySchema(fields={}))
-    returned: dict[tuple[Any, ...], tuple[KeyPath, ...]] = field(
-        default_factory=dict
-    )  # by function and arguments
+    # By function and arguments.
+    returned: dict[tuple[Any, ...], tuple[KeyPath, ...]] = field(default_factory=dict)
 
     def call(
         self,

@@ -26,7 +26,8 @@ TYPE_NAMES = {
 
 @dataclass
 class KeySchema:
-    """
+    """The values that an engine accepts for one of its keys.
+
     Attributes:
         types: names of the accepted JSON types; empty if any value is accepted.
         choices: the accepted values, if there are only a few.

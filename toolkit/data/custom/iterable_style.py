@@ -231,8 +231,7 @@ def iterable_eval_batches(
     dataset: Any, given: UserObject, seed: int, batches: int, batch: BatchPlan, data_rank: int
 ) -> Iterator[list[Samples]]:
     """Yield global batches of the dataset's first samples; every rank reads all of them."""
-    accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    indices = rank_batch_indices(accumulation, batch.data_parallel, batch.micro_batch, data_rank)
+    indices = rank_batch_indices(batch.accumulation, batch.data_parallel, batch.micro_batch, data_rank)
     with dataset_code(given, dataset, "starting an evaluation"):
         iterator = iter(dataset)
     position = 0

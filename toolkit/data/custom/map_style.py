@@ -112,8 +112,7 @@ def map_eval_batches(
     All ranks have the same number of full micro-batches; see :class:`Samples`.
     """
     count = min(batches * batch.global_batch, length)
-    accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    indices = rank_batch_indices(accumulation, batch.data_parallel, batch.micro_batch, data_rank)
+    indices = rank_batch_indices(batch.accumulation, batch.data_parallel, batch.micro_batch, data_rank)
     for first in range(0, count, batch.global_batch):
         step = []
         for numbers in (first + indices).tolist():

@@ -34,8 +34,7 @@ def rank_lanes(batch: BatchPlan, data_rank: int) -> Ints:
 
     A smaller batch of the ramp has the first indices, so the same lanes serve every earlier batch.
     """
-    accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    return rank_batch_indices(accumulation, batch.data_parallel, batch.micro_batch, data_rank).ravel()
+    return rank_batch_indices(batch.accumulation, batch.data_parallel, batch.micro_batch, data_rank).ravel()
 
 
 def fork_positions(documents: Sequence[int], offsets: Sequence[int], lanes: int) -> Ints:

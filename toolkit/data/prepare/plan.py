@@ -45,7 +45,7 @@ class InputSource:
 
 @dataclass(frozen=True, slots=True)
 class WorkUnit:
-    """What one process reads at a time: sources ``first`` to ``last`` - 1, or a range of one source.
+    """Input that one process reads at a time: sources ``first`` to ``last`` - 1, or a range of one source.
 
     ``start`` and ``end`` count bytes of lines and jsonl, row groups of parquet, rows or shards of a dataset.
     ``end`` is 0 for whole files.

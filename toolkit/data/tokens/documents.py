@@ -44,9 +44,9 @@ def position_ids(tokens: Ints, end_of_text: int) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class WindowWaste:
-    """How windows of one length cut documents: shares in [0, 1].
+    """Fractions, in [0, 1], of documents and tokens that windows of one length cut off.
 
-    The shares are means over all possible starts of the first window, since each epoch shifts its windows.
+    The fractions are means over all possible starts of the first window, since each epoch shifts its windows.
 
     Attributes:
         cut: share of documents in more than one window.

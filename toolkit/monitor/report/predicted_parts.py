@@ -66,7 +66,7 @@ class PartDifference:
 
     @property
     def seconds(self) -> float:
-        """How much longer the part took than predicted."""
+        """The measured minus the predicted time of the part."""
         return (self.measured or 0.0) - (self.predicted or 0.0)
 
 

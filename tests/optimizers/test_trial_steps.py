@@ -1,6 +1,6 @@
-"""What the probe finds out about a user's optimizer.
+"""Trial steps show the behaviour of a user's optimizer.
 
-pytest tests/optimizers/test_probe.py
+pytest tests/optimizers/test_trial_steps.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from toolkit.config.optim import OptimConfig
 from toolkit.errors import ConfigError
 from toolkit.optimizers import OPTIMIZERS
 from toolkit.optimizers.base import parameter_groups
-from toolkit.optimizers.probe import ProbedOptimizer, create_custom, probe
+from toolkit.optimizers.trial_steps import OptimizerBehaviour, create_custom, run_trial_steps
 
 OWN = "tests.optimizers.own_optimizers"
 
@@ -25,8 +25,8 @@ def optim(target: str, weight_decay: float = 0.1, lr: float = 1e-2, **arguments:
     return OptimConfig(name="custom", target=path, arguments=arguments, lr=lr, weight_decay=weight_decay)
 
 
-def found(target: str, **settings: Any) -> ProbedOptimizer:
-    return probe(optim(target, **settings))
+def found(target: str, **settings: Any) -> OptimizerBehaviour:
+    return run_trial_steps(optim(target, **settings))
 
 
 @pytest.mark.parametrize(
@@ -45,47 +45,47 @@ def test_elementwise_optimizers_are_exact_on_every_layout(
     target: str, tensors: tuple[str, ...], numbers: tuple[str, ...]
 ) -> None:
     decay = {} if "Rprop" not in target else {"weight_decay": 0.0}
-    probed = found(target, **decay)
-    assert probed.not_flat is None
-    assert probed.not_stage3 is None
-    assert set(probed.states.tensors) == set(tensors)
-    assert set(probed.states.numbers) == set(numbers)
-    assert not probed.states.whole
+    behaviour = found(target, **decay)
+    assert behaviour.not_flat is None
+    assert behaviour.not_stage3 is None
+    assert set(behaviour.states.tensors) == set(tensors)
+    assert set(behaviour.states.numbers) == set(numbers)
+    assert not behaviour.states.whole
 
 
 def test_factored_states_need_whole_parameters() -> None:
-    probed = found("torch.optim.Adafactor")
-    assert {"row_var", "col_var"} <= set(probed.states.whole)
-    assert probed.not_flat
-    assert probed.not_stage3
+    behaviour = found("torch.optim.Adafactor")
+    assert {"row_var", "col_var"} <= set(behaviour.states.whole)
+    assert behaviour.not_flat
+    assert behaviour.not_stage3
 
 
 def test_norm_of_a_parameter_needs_whole_parameters() -> None:
-    probed = found("Normalized", weight_decay=0.0)
-    assert probed.states.whole == ("norms",)
-    assert probed.not_flat
-    assert "flat range differs" in probed.not_flat
+    behaviour = found("Normalized", weight_decay=0.0)
+    assert behaviour.states.whole == ("norms",)
+    assert behaviour.not_flat
+    assert "flat range differs" in behaviour.not_flat
 
 
 def test_count_in_a_group_is_exact_on_stages_1_and_2_only() -> None:
-    probed = found("CountsInGroup", weight_decay=0.0)
-    assert probed.states.group_numbers == ("k",)
-    assert probed.not_flat is None
-    assert probed.not_stage3
+    behaviour = found("CountsInGroup", weight_decay=0.0)
+    assert behaviour.states.group_numbers == ("k",)
+    assert behaviour.not_flat is None
+    assert behaviour.not_stage3
 
 
 def test_states_created_by_the_constructor_are_not_exact_on_zero() -> None:
     """DeepSpeed replaces the parameters by flat ranges after the constructor has run."""
-    probed = found("EagerState")
-    assert probed.not_flat
-    assert "KeyError" in probed.not_flat
+    behaviour = found("EagerState")
+    assert behaviour.not_flat
+    assert "KeyError" in behaviour.not_flat
 
 
 def test_deepspeed_cannot_run_torchs_adagrad() -> None:
     """Its ZeRO creates another Adagrad with one parameter group, and so without groups for weight decay."""
-    probed = found("torch.optim.Adagrad")
-    assert probed.not_flat
-    assert "without parameter groups" in probed.not_flat
+    behaviour = found("torch.optim.Adagrad")
+    assert behaviour.not_flat
+    assert "without parameter groups" in behaviour.not_flat
 
 
 @pytest.mark.parametrize(
@@ -135,15 +135,15 @@ def test_weight_decay_is_that_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
-def test_built_in_optimizers_state_the_truth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe, applied to a built-in optimizer, finds the states that its file states."""
-    from toolkit.optimizers import probe as module
+def test_optimizer_specs_match_measured_behaviour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trial steps of a built-in optimizer show the states that its file declares."""
+    from toolkit.optimizers import trial_steps as module
 
     settings = OptimConfig(name=name, momentum=0.9, target=f"built.in.{name}", lr=1e-2)
     monkeypatch.setattr(module, "create_custom", OPTIMIZERS[name].create)
-    probed = module._Probe(settings, "cpu").run()
+    behaviour = module._Trial(settings, "cpu").run()
     stated = OPTIMIZERS[name].states(settings)
-    assert set(probed.states.tensors) == set(stated.tensors)
-    assert set(probed.states.numbers) == set(stated.numbers)
-    assert probed.not_flat is None
-    assert probed.not_stage3 is None
+    assert set(behaviour.states.tensors) == set(stated.tensors)
+    assert set(behaviour.states.numbers) == set(stated.numbers)
+    assert behaviour.not_flat is None
+    assert behaviour.not_stage3 is None

@@ -1,6 +1,6 @@
-"""docs/translation.md matches the rules, and every choice is planned or refused with a remedy.
+"""docs/engine_support.md matches the rules, and every choice is planned or refused with a remedy.
 
-pytest tests/plan/test_translation.py
+pytest tests/plan/test_engine_support.py
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import pytest
 
 from toolkit.config.schema import EngineName
 from toolkit.errors import PlanError
-from toolkit.plan import make_plan, translation
+from toolkit.plan import engine_support, make_plan
 from toolkit.plan.types import World
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs/translation.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).resolve().parents[2] / "docs/engine_support.md").read_text(encoding="utf-8")
 
 
 def test_document_is_up_to_date() -> None:
-    assert translation.document() == TEXT, (
-        "regenerate it: python -m toolkit.plan.translation > docs/translation.md"
+    assert engine_support.document() == TEXT, (
+        "regenerate it: python -m toolkit.plan.engine_support > docs/engine_support.md"
     )
 
 
@@ -41,7 +41,7 @@ def test_choices_are_exact_or_refused_with_a_remedy() -> None:
 
 def test_most_experiments_run_on_both_engines_with_one_override() -> None:
     answers = [answer for choice, found in cells() if "+exp=" in choice for answer in found]
-    assert len(answers) == 2 * len(translation.experiments())
+    assert len(answers) == 2 * len(engine_support.experiments())
     runs = [answer for answer in answers if answer.startswith("exact")]
     assert len(runs) >= 0.8 * len(answers)
     assert all(len(answer.partition(", with ")[2].split()) <= 1 for answer in runs), "one override"
@@ -49,10 +49,10 @@ def test_most_experiments_run_on_both_engines_with_one_override() -> None:
 
 def test_dropout_is_never_exact() -> None:
     """Control: without dropout the same run is exact."""
-    for engine in translation.ENGINES:
-        assert translation.engine_support(["model.dropout=0.1"], engine).exactness == "own dropout masks"
-        assert translation.engine_support(["model.dropout=0.0"], engine).exactness == "exact"
-        balanced = translation.engine_support(["model=mixtral", "model.router_aux_loss_coef=0.02"], engine)
+    for engine in engine_support.ENGINES:
+        assert engine_support.engine_support(["model.dropout=0.1"], engine).exactness == "own dropout masks"
+        assert engine_support.engine_support(["model.dropout=0.0"], engine).exactness == "exact"
+        balanced = engine_support.engine_support(["model=mixtral", "model.router_aux_loss_coef=0.02"], engine)
         assert balanced.exactness == "exact for one train.micro_batch"
     answers = [answer for choice, found in cells() if "model.dropout=" in choice for answer in found]
     assert answers
@@ -63,29 +63,30 @@ def combinations(count: int) -> list[tuple[str, ...]]:
     """Random combinations of the options of all groups and axes."""
     draw = random.Random(0)
     groups = {
-        group: [f"{group}={option}" for option in translation.options(group)] for group in translation.GROUPS
+        group: [f"{group}={option}" for option in engine_support.options(group)]
+        for group in engine_support.GROUPS
     }
     return [
         (
             *(draw.choice(options) for options in groups.values()),
-            *(f"parallel.{axis}={draw.choice((1, 1, 2, 3, 4))}" for axis in translation.AXES),
+            *(f"parallel.{axis}={draw.choice((1, 1, 2, 3, 4))}" for axis in engine_support.AXES),
         )
         for _ in range(count)
     ]
 
 
-@pytest.mark.parametrize("engine", translation.ENGINES)
+@pytest.mark.parametrize("engine", engine_support.ENGINES)
 @pytest.mark.parametrize(
     "world",
     [
-        pytest.param(translation.MACHINE, id="gpus"),
-        pytest.param(translation.TWO_CORES, id="cpus", marks=pytest.mark.full),
+        pytest.param(engine_support.MACHINE, id="gpus"),
+        pytest.param(engine_support.TWO_CORES, id="cpus", marks=pytest.mark.full),
     ],
 )
 def test_random_combinations_are_planned_or_refused(engine: EngineName, world: World) -> None:
     planned = 0
     for overrides in combinations(60):
-        config = translation.small_run(overrides, engine)
+        config = engine_support.small_run(overrides, engine)
         try:
             make_plan(config, world)
             planned += 1

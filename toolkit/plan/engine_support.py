@@ -1,6 +1,6 @@
-"""Generate docs/translation.md: which choices of a run description each engine supports.
+"""Generate docs/engine_support.md: which choices of a run description each engine supports.
 
-    python -m toolkit.plan.translation > docs/translation.md
+    python -m toolkit.plan.engine_support > docs/engine_support.md
 
 Each choice is planned on a described machine. If it is refused, overrides from the remedies are added (a ZeRO
 stage for offload, for example). A choice that is still refused is listed with the rule and its remedy.
@@ -113,8 +113,8 @@ OVERRIDE = re.compile(r"(?<![\w.+])\+?[a-z_]+(?:\.\w+)*=[^\s,;()]+")
 INTRODUCTION = """\
 # What each engine supports
 
-Generated from the rules: `python -m toolkit.plan.translation > docs/translation.md`. A test checks that it is
-up to date.
+Generated from the rules: `python -m toolkit.plan.engine_support > docs/engine_support.md`. A test checks that
+it is up to date.
 
 *exact*: the same samples in the same order, and the same losses up to the order of summation: docs/parity.md
 has measurements over 20 steps (16-bit precisions round at different points in each engine). *exact for one
@@ -130,7 +130,7 @@ EXACT, OWN_MASKS, ONE_MICRO_BATCH = "exact", "own dropout masks", "exact for one
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """How an engine supports a choice.
+    """The support of one engine for a choice.
 
     Attributes:
         overrides: further overrides that the choice needs.
@@ -151,14 +151,14 @@ class Support:
 
 
 def exactness_of_layouts(config: RunConfig) -> str:
-    """How well the losses of two layouts of ``config`` agree."""
+    """Return how well the losses of two layouts of ``config`` agree."""
     if config.model.dropout:
         return OWN_MASKS
     return ONE_MICRO_BATCH if config.model.router_aux_loss_coef else EXACT
 
 
 def engine_support(overrides: Sequence[str], engine: EngineName) -> Support:
-    """How ``engine`` supports ``overrides``."""
+    """Return how ``engine`` supports ``overrides``."""
     return find_support(tuple(overrides), lambda tried: small_run(tried, engine), _world(engine), depth=2)
 
 
@@ -217,17 +217,17 @@ def small_run(overrides: Sequence[str], engine: EngineName) -> RunConfig:
 
 
 @cache
-def _section(section: str, words: tuple[str, ...]) -> Any:
+def _section(section: str, choices: tuple[str, ...]) -> Any:
     """One section of a configuration: the file of an option, and keys that override it."""
     tree: dict[str, Any] = {}
-    for word in words:
-        name, _, value = word.removeprefix("+").partition("=")
+    for choice in choices:
+        name, _, value = choice.removeprefix("+").partition("=")
         *path, leaf = name.split(".")[1:] or [""]
         if not leaf:
             text = (search.ROOT / section / f"{value}.yaml").read_text(encoding="utf-8")
             tree = {
                 key: given for key, given in (yaml.safe_load(text) or {}).items() if given != "???"
-            } | GIVEN.get(word, {})
+            } | GIVEN.get(choice, {})
         else:
             tree = _with(tree, path, leaf, yaml.safe_load(value))
     return getattr(from_yaml(yaml.safe_dump({section: tree})), section)
@@ -246,7 +246,7 @@ def experiments() -> list[str]:
 
 
 def experiment(name: str, engine: EngineName) -> Support:
-    """How ``engine`` supports an experiment on 64 H100s (quickstart: two CPU ranks)."""
+    """Return how ``engine`` supports an experiment on 64 H100s (quickstart: two CPU ranks)."""
     return find_support(
         (f"+exp={name}", f"engine={engine.value}"),
         compose,
@@ -256,7 +256,7 @@ def experiment(name: str, engine: EngineName) -> Support:
 
 
 def document() -> str:
-    """The text of docs/translation.md."""
+    """The text of docs/engine_support.md."""
     return "\n".join([*_introduction(), *_choices(), *_layouts(), *_experiments()]) + "\n"
 
 
@@ -297,8 +297,8 @@ def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     yield title
     yield ""
     yield from _header("choice", ENGINES)
-    for words in rows:
-        yield _row(f"`{' '.join(words)}`", [str(engine_support(words, engine)) for engine in ENGINES])
+    for choices in rows:
+        yield _row(f"`{' '.join(choices)}`", [str(engine_support(choices, engine)) for engine in ENGINES])
 
 
 def _header(first: str, engines: Sequence[EngineName]) -> Iterator[str]:

@@ -45,11 +45,13 @@ Factors = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRun:
-    """Attributes:
-    name: the run's folder, for people.
-    seconds: of the median step after warm-up, without evaluation, saving and logging.
-    parts: seconds of the median rank by the names of the ledger's parts; empty without a ledger.
-    estimate: predicts the run with factors.
+    """A measured run, to which factors are fitted.
+
+    Attributes:
+        name: the run's folder, for people.
+        seconds: of the median step after warm-up, without evaluation, saving and logging.
+        parts: seconds of the median rank by the names of the ledger's parts; empty without a ledger.
+        estimate: predicts the run with factors.
     """
 
     name: str
@@ -60,14 +62,14 @@ class CalibrationRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedFactors:
-    """Attributes:
-    factors: by name; 1 leaves the profile as it is.
-    deviations: standard deviations of the factors' logarithms; FACTOR_WIDTH if no run depends on a factor.
-    deviation: standard deviation of the logarithm of a predicted step, from the runs' residuals.
+    """The result of a fit.
+
+    Attributes:
+        factors: by name; 1 leaves the profile as it is.
+        deviation: standard deviation of the logarithm of a predicted step, from the runs' residuals.
     """
 
     factors: Factors
-    deviations: Factors
     deviation: float
 
 
@@ -96,13 +98,9 @@ def fit_factors(
         weighted = (value for run in runs for value in _weighted_residuals(run, run.estimate(named)))
         return [_huber(value) for value in weighted]
 
-    found, covariance = fit_positive(residuals, len(names), width)
+    found, _ = fit_positive(residuals, len(names), width)
     factors = dict(zip(names, found, strict=True))
-    return FittedFactors(
-        factors=factors,
-        deviations={name: math.sqrt(covariance[at][at]) for at, name in enumerate(names)},
-        deviation=_deviation(runs, factors, len(names)),
-    )
+    return FittedFactors(factors=factors, deviation=_deviation(runs, factors, len(names)))
 
 
 def fit_positive(

@@ -1,6 +1,6 @@
 """A calibration file is read back as written, and a damaged or foreign one is refused with a remedy.
 
-pytest tests/estimate/test_calibration.py
+pytest tests/estimate/test_calibration_file.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from toolkit.config.cluster import ClusterConfig
 from toolkit.config.compose import compose
 from toolkit.config.identity import identity
 from toolkit.errors import InputError
-from toolkit.estimate.calibration import Calibration, RecordedRun, read_calibration, write_calibration
+from toolkit.estimate.calibration_file import Calibration, RecordedRun, read_calibration, write_calibration
 from toolkit.estimate.measurements import (
     AttentionTiming,
     CollectiveTiming,

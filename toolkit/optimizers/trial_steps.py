@@ -1,9 +1,9 @@
-"""Find out on small tensors what an optimizer of the user's own does.
+"""Take a few steps with an optimizer of the user's own on small tensors, to learn how it behaves.
 
-Its states, whether a run resumes exactly from them, and whether flat partitions compute the same update. ZeRO
-1 to 3 flatten a parameter group and give each rank a range of it, and call ``step`` once for each group (ZeRO
-1, 2) or sub-group (ZeRO 3). The probe does the same with two ranges and compares. This takes milliseconds
-and decides for any class which layouts are exact.
+The steps show its states, whether a run resumes exactly from them, and whether flat partitions compute the
+same update. ZeRO 1 to 3 flatten a parameter group, give each rank a range of it, and call ``step`` once for
+each group (ZeRO 1, 2) or sub-group (ZeRO 3). The trial does the same with two ranges and compares. This takes
+milliseconds and decides for any class which layouts are exact.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -32,8 +32,9 @@ RULE = "optim.target is a class derived from torch.optim.Optimizer"
 
 
 @dataclass(frozen=True, slots=True)
-class ProbedOptimizer:
-    """
+class OptimizerBehaviour:
+    """Properties of a custom optimizer that its steps have shown.
+
     Attributes:
         not_flat: why ZeRO 1 and 2, and tensor parallelism, would compute another update; None if they are
             exact.
@@ -112,15 +113,15 @@ def user_object(optim: OptimConfig) -> UserObject:
     return UserObject("optim", optim.target, optim.arguments)
 
 
-def probe(optim: OptimConfig) -> ProbedOptimizer:
-    """Probe the class once per process.
+def run_trial_steps(optim: OptimConfig) -> OptimizerBehaviour:
+    """Return the behaviour of the class, which is tried once per process.
 
     Raises:
         ConfigError: it cannot train, or a run could not resume from its states.
     """
     settings = json.dumps([optim.lr, optim.weight_decay, optim.arguments], sort_keys=True, default=str)
     assert optim.target is not None
-    return _probe(_Key(optim.target, settings, optim))
+    return _run(_Key(optim.target, settings, optim))
 
 
 @dataclass(frozen=True)
@@ -129,24 +130,18 @@ class _Key:
 
     target: str
     settings: str
-    optim: OptimConfig
-
-    def __hash__(self) -> int:
-        return hash((self.target, self.settings))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and (self.target, self.settings) == (other.target, other.settings)
+    optim: OptimConfig = field(compare=False)
 
 
 @cache
-def _probe(key: _Key) -> ProbedOptimizer:
+def _run(key: _Key) -> OptimizerBehaviour:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rngs = [torch.cuda.current_device()] if device == "cuda" else []
     with torch.random.fork_rng(devices=rngs):
-        return _Probe(key.optim, device).run()
+        return _Trial(key.optim, device).run()
 
 
-class _Probe:
+class _Trial:
     def __init__(self, optim: OptimConfig, device: str) -> None:
         self.optim, self.device, self.given = optim, device, user_object(optim)
         generator = torch.Generator().manual_seed(0)
@@ -155,7 +150,7 @@ class _Probe:
             [torch.randn(shape, generator=generator).to(device) for shape in SHAPES] for _ in range(STEPS)
         ]
 
-    def run(self) -> ProbedOptimizer:
+    def run(self) -> OptimizerBehaviour:
         parameters, optimizer = self.create()
         before = [_numbers_of(group) for group in optimizer.param_groups]
         saved: list[dict[str, Any]] = []
@@ -188,8 +183,8 @@ class _Probe:
         self.check_resume(states, saved, saved_groups, middle, end)
         if isinstance(optimizer, torch.optim.Adagrad):
             replaced = "DeepSpeed replaces torch.optim.Adagrad by one without parameter groups"
-            return ProbedOptimizer(states, replaced, replaced)
-        return ProbedOptimizer(
+            return OptimizerBehaviour(states, replaced, replaced)
+        return OptimizerBehaviour(
             states, self.flat_difference(end, self.flat_steps), self.flat_difference(end, self.stage3_steps)
         )
 

@@ -6,7 +6,7 @@
     values          the profile: that of toolkit/estimate/profiles, changed by what follows
     measurements    of operators and collectives, or null: toolkit/estimate/measurements.py
     runs            by id: configuration, world, seconds of the median step and its parts
-    factors         by name, fitted to all runs: toolkit/estimate/calibrate.py
+    factors         by name, fitted to all runs: toolkit/estimate/calibration_fit.py
 """
 
 from __future__ import annotations
