@@ -11,15 +11,14 @@ import logging
 import os
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile
+from toolkit.checkpoint.catalog import DamagedFile
 from toolkit.checkpoint.directory import load_manifest
-from toolkit.checkpoint.file_reader import CheckpointFiles, verify_piece
+from toolkit.checkpoint.file_reader import verify_pieces
 from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
 from toolkit.checkpoint.planner import boxes_to_write
 from toolkit.checkpoint.shard import Shard
@@ -184,13 +183,10 @@ def find_snapshot(
 
 
 def _find_damage(folder: Path, rank: int, ranks: int) -> str | None:
-    buffer = bytearray(BLOCK_BYTES)
     try:
         found = load_manifest(folder)
         manifest.check_files(folder, found.files)
-        with CheckpointFiles(folder) as files:
-            for piece in found.pieces[rank::ranks]:
-                deque(verify_piece(files, piece, buffer), maxlen=0)
+        verify_pieces(folder, found.pieces[rank::ranks])
     except DamagedFile as error:
         return error.seen
     return None

@@ -8,7 +8,6 @@ import errno
 import json
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -18,8 +17,8 @@ from typing import Any
 
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, manifest
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, TensorPiece
-from toolkit.checkpoint.file_reader import CheckpointFiles, verify_piece
+from toolkit.checkpoint.catalog import DamagedFile, TensorPiece
+from toolkit.checkpoint.file_reader import verify_pieces
 from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.online.liveness import has_died, hold_liveness_lock
 from toolkit.checkpoint.online.writing import WriteItem, write_data_file
@@ -322,13 +321,10 @@ def _is_already_saved(save: RankSave) -> bool:
     """Return whether an intact checkpoint of this step and namespace exists."""
     if not save.target.exists():
         return False
-    buffer = bytearray(BLOCK_BYTES)
     try:
         found = directory.load_manifest(save.target)
         manifest.check_files(save.target, found.files)
-        with CheckpointFiles(save.target) as files:
-            for piece in found.pieces:
-                deque(verify_piece(files, piece, buffer), maxlen=0)
+        verify_pieces(save.target, found.pieces)
     except DamagedFile:
         return False
     if found.namespace != save.namespace:
