@@ -5,6 +5,7 @@ pytest tests/checkpoint/test_uploads.py
 
 from __future__ import annotations
 
+import errno
 import shutil
 import time
 from dataclasses import replace
@@ -32,6 +33,7 @@ from toolkit.checkpoint.remote.pointer import (
     removable_folders,
 )
 from toolkit.checkpoint.remote.upload import Uploader, UploadPhase
+from toolkit.checkpoint.remote.upload_folder import UploadFolder
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import verify
 from toolkit.config.reshard import ReshardAction, ReshardConfig
@@ -195,6 +197,50 @@ def test_an_outage_delays_uploads_and_the_last_checkpoint_arrives(store: Store, 
     store.faults.down = False
     assert run.close()
     check_loads(url_of(store), 2)
+
+
+def test_files_that_a_power_failure_emptied_are_written_again(store: Store, tmp_path: Path) -> None:
+    delays: list[str] = []
+
+    def fail(phase: UploadPhase) -> None:
+        if phase is UploadPhase.MANIFEST:  # every file has been sent
+            raise OSError("the power fails soon")
+
+    folder = tmp_path / "run"
+    run = UploadingRun(
+        folder, url_of(store), on_phase=fail, on_delay=lambda failure, _: delays.append(failure)
+    )
+    run.save(1)
+    assert not run.close(lambda: 0.0 if delays else 5.0)
+    emptied = {file for file in (folder / "uploads").rglob("*.json") if file.name != "run.json"}
+    assert len(emptied) == 3, "two records and what rank 0 wants"
+    for file in emptied:
+        file.write_bytes(b"")
+    again = UploadingRun(folder, url_of(store), 2)
+    deadline = time.monotonic() + 60
+    assert again.close(lambda: deadline - time.monotonic())
+    check_loads(url_of(store), 1)
+
+
+def test_a_rank_that_cannot_report_its_failure_repeats_its_part(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[int] = []
+
+    def fail(folder: UploadFolder, rank: int, *, damaged: bool) -> None:
+        failures.append(rank)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(UploadFolder, "set_failing", fail)
+    run = UploadingRun(tmp_path / "run", url_of(store))
+    store.faults.down = True
+    run.save(1)
+    while not failures:
+        time.sleep(0.01)
+    store.faults.down = False
+    deadline = time.monotonic() + 60
+    assert run.close(lambda: deadline - time.monotonic())
+    check_loads(url_of(store), 1)
 
 
 def test_a_stop_does_not_wait_longer_than_its_time(store: Store, tmp_path: Path) -> None:

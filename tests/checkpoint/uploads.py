@@ -15,7 +15,8 @@ import torch
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.remote.pointer import SUBJECT, Start, Writer
-from toolkit.checkpoint.remote.upload import Uploader, UploadPhase, UploadSettings, read_run_name
+from toolkit.checkpoint.remote.upload import Uploader, UploadPhase, UploadSettings
+from toolkit.checkpoint.remote.upload_folder import UploadFolder
 from toolkit.checkpoint.remote.writer import take_over
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, TensorKey
 from toolkit.checkpoint_folder import newest_checkpoint, step_of
@@ -58,7 +59,7 @@ class UploadingRun:
         objects = StoreObjects(Url(url), SUBJECT, LIMITS)
         local = newest_checkpoint(self.checkpoints)
         start = Start(
-            writer=Writer(run=read_run_name(uploads), identity=identity, attempt=attempt),
+            writer=Writer(run=UploadFolder(uploads).run_name(), identity=identity, attempt=attempt),
             resume=resume,
             local_step=step_of(local) if local is not None else None,
         )
@@ -72,11 +73,10 @@ class UploadingRun:
             keep_last=keep_last,
             keep_every=0,
             on_phase=on_phase,
-            on_delay=on_delay,
             pause_seconds=0.05,
         )
         self.uploaders = [
-            Uploader(objects, settings, self.taken.state),
+            Uploader(objects, settings, self.taken.state, on_delay),
             Uploader(objects, replace(settings, rank=1), None),
         ]
         self._stores = [

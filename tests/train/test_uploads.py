@@ -167,7 +167,7 @@ def test_a_run_that_may_roll_back_uploads_sound_checkpoints_only(
     steps: list[Path] = []
     hook = uploads.CheckpointUploads(
         uploads.OpenedStore(Url("s3://bucket/run")),
-        lambda on_delay: None,  # type: ignore[arg-type, return-value]
+        SimpleNamespace(),  # type: ignore[arg-type]
         lambda alert: None,
         lambda: None,
         only_sound=only_sound,

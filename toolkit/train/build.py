@@ -260,8 +260,7 @@ def build_uploads(training: Training) -> CheckpointUploads | None:
     if store is None:
         return None
     checkpoint, folder = context.plan.config.checkpoint, context.directory.checkpoints
-    settings = partial(
-        UploadSettings,
+    settings = UploadSettings(
         checkpoints=folder,
         folder=context.directory.uploads,
         rank=context.rank,

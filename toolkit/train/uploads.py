@@ -10,7 +10,8 @@ from pathlib import Path
 from toolkit.checkpoint.directory import is_sound
 from toolkit.checkpoint.remote.pointer import SUBJECT, Start, Writer
 from toolkit.checkpoint.remote.source import locate
-from toolkit.checkpoint.remote.upload import Uploader, UploadSettings, read_run_name
+from toolkit.checkpoint.remote.upload import Uploader, UploadSettings
+from toolkit.checkpoint.remote.upload_folder import UploadFolder
 from toolkit.checkpoint.remote.writer import StoreState, TakenStore, take_over
 from toolkit.checkpoint_folder import find_newest, step_of
 from toolkit.config.urls import is_url
@@ -88,7 +89,9 @@ def _take_over(plan: RunPlan, directory: RunDirectory, url: Url, attempt: int) -
             explicit = found.checkpoint
     local = find_newest(directory.checkpoints).checkpoint
     start = Start(
-        writer=Writer(run=read_run_name(directory.uploads), identity=plan.identity, attempt=attempt),
+        writer=Writer(
+            run=UploadFolder(directory.uploads).run_name(), identity=plan.identity, attempt=attempt
+        ),
         resume=config.resume,
         local_step=step_of(local) if local is not None else None,
         explicit=explicit,
@@ -101,7 +104,6 @@ class CheckpointUploads(Hook):
     """Upload each complete checkpoint in the background, and wait for the last one at the end.
 
     Args:
-        settings: Returns the settings with the given ``on_delay``.
         alert: Takes an alert if uploads are delayed.
         seconds_left: As in :func:`toolkit.train.run.run`.
         only_sound: Leave out checkpoints that are not sound. A rollback goes back behind them, and the store
@@ -111,7 +113,7 @@ class CheckpointUploads(Hook):
     def __init__(
         self,
         store: OpenedStore,
-        settings: Callable[..., UploadSettings],
+        settings: UploadSettings,
         alert: Callable[[Alert], None],
         seconds_left: Callable[[], float | None],
         *,
@@ -121,7 +123,7 @@ class CheckpointUploads(Hook):
         self._only_sound = only_sound
         self._step = 0
         self.uploader = Uploader(
-            StoreObjects(store.url, SUBJECT, WRITE_LIMITS), settings(on_delay=self._on_delay), store.state
+            StoreObjects(store.url, SUBJECT, WRITE_LIMITS), settings, store.state, self._on_delay
         )
 
     def on_start(self, step: int) -> None:
