@@ -349,8 +349,9 @@ def test_scalars_step_and_versions_are_recorded(tmp_path: Path) -> None:
     assert content["software"]["torch"] == torch.__version__
 
 
-def test_sync_precedes_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill cannot simulate a power failure, so the order of syncs and renames is checked."""
+@pytest.fixture
+def disk_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Syncs and renames in order: a kill cannot simulate a power failure."""
     events: list[str] = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
@@ -373,8 +374,31 @@ def test_sync_precedes_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "fsync", logged_fsync)
     monkeypatch.setattr(Path, "rename", logged_rename)
     monkeypatch.setattr(Path, "replace", logged_replace)
+    return events
+
+
+def test_checkpoints_that_move_aside_are_durable_before_the_pointer(
+    tmp_path: Path, disk_events: list[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        (folder / checkpoint_folder.step_name(step)).mkdir(parents=True)
+    directory.rewind_to_checkpoint(folder, folder / "step-00000001", 1, tmp_path / "001" / "aside")
+    assert disk_events == [
+        "name step-00000003",
+        "name step-00000002",
+        "sync 001",
+        "sync aside",
+        "sync checkpoints",
+        "sync latest",
+        "name latest",
+        "sync checkpoints",
+    ]
+
+
+def test_sync_precedes_rename(tmp_path: Path, disk_events: list[str]) -> None:
     save_alone(CheckpointStore(tmp_path / "checkpoints"), 1, state(1))
-    assert events == [
+    assert disk_events == [
         "sync part-00000.safetensors",
         "name report-00000.json",
         "sync manifest.json",

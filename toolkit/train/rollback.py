@@ -6,7 +6,6 @@ the rows matter for a start from a checkpoint that is older than the rollback.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from toolkit.checkpoint_folder import step_name
 from toolkit.config.schema import RollbackConfig
 from toolkit.data.order.skipped import SkippedSamples
+from toolkit.files import write_whole
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sinks.jsonl import encode_row
 from toolkit.plan.types import BatchPlan
@@ -143,8 +143,6 @@ def read_rollbacks(file: Path) -> list[Rollback]:
 
 
 def append_rollback(file: Path, rollback: Rollback) -> None:
-    """Append a row; it is durable when this returns."""
-    with file.open("ab") as opened:
-        opened.write(encode_row({**asdict(rollback), "skipped": list(rollback.skipped)}))
-        opened.flush()
-        os.fsync(opened.fileno())
+    """Append a row; it is durable when this returns. An incomplete last row is removed."""
+    rows = [*read_rollbacks(file), rollback]
+    write_whole(file, b"".join(encode_row({**asdict(row), "skipped": list(row.skipped)}) for row in rows))
