@@ -15,6 +15,7 @@ from toolkit.checkpoint.remote.upload_folder import UploadFolder
 from toolkit.checkpoint.remote.writer import StoreState, TakenStore, take_over
 from toolkit.checkpoint_folder import find_newest, step_of
 from toolkit.config.urls import is_url
+from toolkit.engine.rank_sync import broadcast_value
 from toolkit.errors import UserError
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.alert import Alert, Level
@@ -24,7 +25,6 @@ from toolkit.progress import duration
 from toolkit.remote.objects import WRITE_LIMITS, StoreObjects
 from toolkit.remote.storage import StorageError, parse_location
 from toolkit.rundir.directory import RunDirectory
-from toolkit.train.user_hooks import broadcast_value
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class CheckpointUploads(Hook):
         *,
         only_sound: bool = False,
     ) -> None:
-        self._url, self._alert, self._seconds_left = store.url, alert, seconds_left
+        self._store, self._alert, self._seconds_left = store, alert, seconds_left
         self._only_sound = only_sound
         self._step = 0
         self.uploader = Uploader(
@@ -143,14 +143,14 @@ class CheckpointUploads(Hook):
         complete = self.uploader.close(self._seconds_left)
         if self.uploader.error is not None:
             raise self.uploader.error
-        if not complete:
+        if not complete and self._store.state is not None:  # once over all ranks
             log.warning(
-                f"the newest checkpoint is not in {self._url} yet; it is in the run's folder, and the same "
-                "command uploads it"
+                f"the newest checkpoint is not in {self._store.url} yet; it is in the run's folder, "
+                "and the same command uploads it"
             )
 
     def _on_delay(self, failure: str, seconds: float) -> None:
-        log.warning(f"the upload to {self._url} is delayed and will be repeated: {failure}")
+        log.warning(f"the upload to {self._store.url} is delayed and will be repeated: {failure}")
         if seconds < DELAY_SECONDS:
             return
         self._alert(
@@ -161,7 +161,7 @@ class CheckpointUploads(Hook):
                 step=self._step,
                 cause="checkpoints are not reaching the store; they are complete in the run's folder",
                 evidence=f"nothing was uploaded for {duration(seconds)}; the last failure: {failure}",
-                next_step=f"check the store and the credentials of checkpoint.url={self._url}; training "
-                "continues, and the upload too once the store answers",
+                next_step=f"check the store and the credentials of checkpoint.url={self._store.url}; "
+                "training continues, and the upload too once the store answers",
             )
         )
