@@ -168,7 +168,7 @@ class RunDirectory:
 
     def _files_of_lock_owner(self) -> list[Path]:
         """Files that only the process with the lock replaces."""
-        rows = [self.metrics_file, self.eval_file, self.ledger_file, self.hooks_file]
+        rows = [self.metrics_file, self.eval_file, self.ledger_file, self.hooks_file, self.rollbacks_file]
         pointers = [self.checkpoints / name for name in (POINTER, BEST_POINTER)]
         times = [self.attempt_folder(number) / TIMES for number in self.attempts()]
         whole = [self.status_file, self.config_file, self.plan_file, self.plots / "loss.png"]
