@@ -10,9 +10,9 @@ from pathlib import Path
 from toolkit.checkpoint.directory import is_sound
 from toolkit.checkpoint.remote.pointer import SUBJECT, Start, Writer
 from toolkit.checkpoint.remote.source import locate
+from toolkit.checkpoint.remote.take_over import StoreState, TakenStore, take_over
 from toolkit.checkpoint.remote.upload import Uploader, UploadSettings
 from toolkit.checkpoint.remote.upload_folder import UploadFolder
-from toolkit.checkpoint.remote.writer import StoreState, TakenStore, take_over
 from toolkit.checkpoint_folder import find_newest, step_of
 from toolkit.config.urls import is_url
 from toolkit.engine.rank_sync import broadcast_value
@@ -53,7 +53,7 @@ def open_checkpoint_store(
 ) -> OpenedStore | None:
     """Open ``checkpoint.url``; None without one. Collective.
 
-    Rank 0 takes over as the writer: ``checkpoint/remote/writer.py``.
+    Rank 0 takes over as the writer: ``checkpoint/remote/take_over.py``.
 
     Raises:
         UserError: On every rank: the store refuses, or another run writes there. StorageError: It does not

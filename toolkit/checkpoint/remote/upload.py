@@ -39,8 +39,8 @@ from toolkit.checkpoint.remote.pointer import (
     removable_folders,
     writer_error,
 )
+from toolkit.checkpoint.remote.take_over import StoreState
 from toolkit.checkpoint.remote.upload_folder import UploadFolder, WantedUpload
-from toolkit.checkpoint.remote.writer import StoreState
 from toolkit.checkpoint_folder import step_of
 from toolkit.errors import UserError
 from toolkit.progress import duration, quantity, report_progress
