@@ -133,9 +133,8 @@ class CheckpointStore:
         self.wait()
         target = self.directory / checkpoint_folder.step_name(step)
         if self._pending is not None and self._pending.path == target and self._pending.error is None:
-            return (
-                self._pending
-            )  # this state is already saved: a periodic save may coincide with the end of the run
+            # this state is already saved: a periodic save may coincide with the end of the run
+            return self._pending
         outgoing = [
             WriteItem(
                 shard.key,

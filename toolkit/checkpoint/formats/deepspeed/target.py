@@ -253,15 +253,12 @@ class _TargetFiles:
     folder: str
     flats: dict[int, tuple[FlatBuffer, ...]]  # buffers by model rank
     files: list[TargetFile] = field(default_factory=list)
-    _whole: dict[TensorKey, list[tuple[TargetParameter, str, int]]] = field(
-        default_factory=dict
-    )  # file and first byte
-    _in_flats: dict[str, list[tuple[int, FlatBuffer, int]]] = field(
-        default_factory=dict
-    )  # canonical name -> model rank, buffer, index in it
-    _begins: dict[tuple[int, str, int], list[tuple[str, int]]] = field(
-        default_factory=dict
-    )  # (model rank, label, buffer) -> position for each of ZeRO's ranks
+    # file and first byte
+    _whole: dict[TensorKey, list[tuple[TargetParameter, str, int]]] = field(default_factory=dict)
+    # canonical name -> model rank, buffer, index in it
+    _in_flats: dict[str, list[tuple[int, FlatBuffer, int]]] = field(default_factory=dict)
+    # (model rank, label, buffer) -> position for each of ZeRO's ranks
+    _begins: dict[tuple[int, str, int], list[tuple[str, int]]] = field(default_factory=dict)
 
     def add_model_files(self, rank: ModelRank) -> None:
         """Add the files with the weights."""
