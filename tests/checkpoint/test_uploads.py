@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
-from tests.checkpoint.uploads import IDENTITY, UploadingRun, run_until_killed, state
+from tests.checkpoint.uploads import IDENTITY, SECONDS, UploadingRun, run_until_killed, state
+from tests.damage import flip_byte
 from tests.data.local_stores import Store, environment
+from tests.waiting import wait_until
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.catalog import block_count
 from toolkit.checkpoint.offline import reshard
@@ -149,9 +151,7 @@ def test_a_file_that_was_damaged_on_disk_is_not_uploaded(store: Store, tmp_path:
     run = UploadingRun(tmp_path / "run", url_of(store), on_delay=lambda failure, _: delays.append(failure))
     path = save(run.checkpoints, 1, shards_of(state(1), LAYOUTS["flat"], 2))
     file = path / "part-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_byte(file)
     run.uploaders[0].send(path)
     assert not run.close(lambda: 0.0 if delays else 5.0)
     assert "differs from what was written" in delays[0]
@@ -191,8 +191,7 @@ def test_an_outage_delays_uploads_and_the_last_checkpoint_arrives(store: Store, 
     run.save(1)
     run.save(2)
     assert time.monotonic() - begin < 60, "saving does not wait for the store"
-    while not delays:
-        time.sleep(0.01)
+    wait_until(lambda: bool(delays), SECONDS, "delayed")
     assert "attempts in" in delays[0][0]
     store.faults.down = False
     assert run.close()
@@ -235,8 +234,7 @@ def test_a_rank_that_cannot_report_its_failure_repeats_its_part(
     run = UploadingRun(tmp_path / "run", url_of(store))
     store.faults.down = True
     run.save(1)
-    while not failures:
-        time.sleep(0.01)
+    wait_until(lambda: bool(failures), SECONDS, "failing")
     store.faults.down = False
     deadline = time.monotonic() + 60
     assert run.close(lambda: deadline - time.monotonic())
@@ -265,8 +263,7 @@ def test_uploading_to_and_reading_from_a_failing_store_give_the_same_state(
     run = UploadingRun(tmp_path / "run", url_of(store))
     for step in range(1, 9):
         run.save(step)
-        while (tmp_path / "run/uploads/pending").exists():
-            time.sleep(0.01)
+        run.wait_until_sent()
     assert run.close()
     for _ in range(3):
         check_loads(url_of(store), 8)
@@ -279,8 +276,7 @@ def test_uploading_to_and_reading_from_a_failing_store_give_the_same_state(
 def test_an_older_attempt_that_is_still_alive_is_refused(store: Store, tmp_path: Path) -> None:
     run = UploadingRun(tmp_path / "run", url_of(store))
     run.save(1)
-    while (tmp_path / "run/uploads/pending").exists():
-        time.sleep(0.01)
+    run.wait_until_sent()
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")  # as a partitioned node sees it
     second = UploadingRun(tmp_path / "elsewhere", url_of(store), 2)
     run.save(2)
@@ -313,8 +309,7 @@ def test_a_lost_pointer_is_an_error_that_names_the_newest_complete_checkpoint(
     run = UploadingRun(tmp_path / "run", url_of(store), keep_last=3)
     for step in (1, 2, 3):
         run.save(step)
-        while (tmp_path / "run/uploads/pending").exists():
-            time.sleep(0.01)
+        run.wait_until_sent()
     assert run.close()
     root = store.root / PREFIX
     (root / "latest").unlink()
@@ -350,9 +345,7 @@ def test_a_damaged_pointer_or_manifest_is_refused(store: Store, tmp_path: Path) 
     manifest.write_bytes(text)
     check_loads(url_of(store), 1)
     part = next((store.root / PREFIX).glob("*/part-00001*"))
-    content = bytearray(part.read_bytes())
-    content[-5] ^= 1
-    part.write_bytes(content)
+    flip_byte(part, -5)
     with pytest.raises(CheckpointError, match="differs from what was written"):
         whole(open_reader(url_of(store)))
     assert [finding.where for finding in verify(url_of(store))] == ["part-00001.safetensors"]
