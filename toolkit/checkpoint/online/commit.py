@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +26,8 @@ from toolkit.checkpoint.online.writing import WriteItem, write_data_file
 from toolkit.checkpoint.planner import MAX_PROBLEMS, find_coverage_errors
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
+
+log = logging.getLogger(__name__)
 
 FAILED = "failed.json"
 LIVENESS_CHECK_SECONDS = 1.0  # between checks that awaited ranks are alive
@@ -364,7 +367,11 @@ def _apply_retention(save: RankSave) -> None:
     )
     for step in removable:
         removed = save.directory / f"{checkpoint_folder.REMOVED}{committed[step].name}"
-        committed[step].rename(removed)
+        try:
+            committed[step].rename(removed)
+        except OSError as error:
+            log.warning(f"{committed[step]} could not be removed, and the next save tries again: {error}")
+            continue
         save.on_phase(SavePhase.RETENTION)
         shutil.rmtree(removed, ignore_errors=True)
 

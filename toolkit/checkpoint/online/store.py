@@ -22,13 +22,11 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from toolkit import checkpoint_folder
-from toolkit.checkpoint import directory
 from toolkit.checkpoint.file_reader import view_box
 from toolkit.checkpoint.online.commit import RankSave, SavePhase, run_save
 from toolkit.checkpoint.online.writing import HostSnapshot, WriteItem
 from toolkit.checkpoint.planner import boxes_to_write, shift_box
 from toolkit.checkpoint.shard import Shard
-from toolkit.paths import Location
 
 log = logging.getLogger(__name__)
 
@@ -191,14 +189,6 @@ class CheckpointStore:
         """
         self.wait()
         self._pending = None
-
-    def newest(self) -> Location | None:
-        """Return the checkpoint to resume from. Raises CheckpointError if the files disagree."""
-        return checkpoint_folder.newest_checkpoint(self.directory)
-
-    def complete(self) -> list[Path]:
-        """Return complete checkpoints in ascending order of steps."""
-        return directory.complete_checkpoints(self.directory)
 
 
 def _in_thread(work: Callable[[], None], name: str) -> Future[float]:
