@@ -34,7 +34,7 @@ from toolkit.checkpoint.remote.pointer import (
     parse_pointer,
     removable_folders,
 )
-from toolkit.checkpoint.remote.upload import Uploader, UploadPhase
+from toolkit.checkpoint.remote.upload import Uploader, UploadPhase, poll_seconds
 from toolkit.checkpoint.remote.upload_folder import UploadFolder
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import verify
@@ -239,6 +239,11 @@ def test_a_rank_that_cannot_report_its_failure_repeats_its_part(
     deadline = time.monotonic() + 60
     assert run.close(lambda: deadline - time.monotonic())
     check_loads(url_of(store), 1)
+
+
+def test_ranks_that_wait_for_checkpoints_read_the_shared_folder_at_a_bounded_rate() -> None:
+    assert poll_seconds(1) == poll_seconds(8) == 0.5
+    assert 4096 / poll_seconds(4096) <= 100
 
 
 def test_a_stop_does_not_wait_longer_than_its_time(store: Store, tmp_path: Path) -> None:

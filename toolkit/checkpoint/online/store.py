@@ -5,10 +5,9 @@ Ranks communicate through files in a temporary folder named after the step, the 
 save, so that files of a dead attempt are never used:
 
     every rank  write part-NNNNN.safetensors, sync it, then write report-NNNNN.json with the list of its
-    pieces
+                pieces
     rank 0      wait for all reports, prove coverage, write manifest.json, sync, rename the folder to
-    step-NNNNNNNN,
-                write ``latest``, apply retention
+                step-NNNNNNNN, write ``latest``, apply retention
     others      wait until the temporary folder is gone (committed) or contains ``failed.json``
 """
 
@@ -68,8 +67,7 @@ class CheckpointStore:
         keep_last, keep_every: See ``directory.removable_steps``.
         timeout_seconds: Maximum time that ranks wait for each other in a save.
         staging_bytes: Maximum size of the copy of a save in the background; None: unlimited. More state is
-        saved
-            in the foreground.
+            saved in the foreground.
         on_phase: Called with each phase from the writing thread, for crash tests.
         in_use: Returns the steps of checkpoints that are being read, which retention keeps.
     """

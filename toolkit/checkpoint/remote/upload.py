@@ -49,6 +49,7 @@ from toolkit.remote.objects import Conflict, ObjectVersion, StoreObjects
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+READS_PER_SECOND = 100.0  # of all ranks together, from a file system that they share during the whole run
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 60.0  # after a failure; doubled up to the maximum
 END_OUTAGE_SECONDS = 600.0  # after the last step: give up if nothing succeeded for this long
 
@@ -255,8 +256,8 @@ class Uploader:
         Raises:
             DamagedFile: A file of another rank is damaged on disk, and a newer checkpoint waits.
         """
-        reported = -MAX_PAUSE_SECONDS
-        while any(self._folder.record(stored, record) is None for record in files):
+        reported, missing = -MAX_PAUSE_SECONDS, list(files)
+        while missing := [record for record in missing if self._folder.record(stored, record) is None]:
             if self._give_up.is_set():
                 raise IncompleteUpload("there is no time left")
             failing = self._folder.failing_ranks()
@@ -267,7 +268,7 @@ class Uploader:
                 self._report_failure(f"uploads of rank {min(failing)} fail")
             if self._newest is not None and any(failing.values()):
                 raise DamagedFile(stored.folder, "a file of another rank is damaged", "files stay as written")
-            time.sleep(POLL_SECONDS / 5)
+            time.sleep(poll_seconds(self._settings.ranks) / 5)
 
     def _verify(self, stored: StoredCheckpoint, files: Collection[FileRecord]) -> None:
         """Raise IncompleteUpload unless every object is there with its size and the version that was sent."""
@@ -324,7 +325,7 @@ class Uploader:
             try:
                 wanted = self._folder.read_wanted(self._settings.attempt)
                 if wanted is None or wanted.number == done:
-                    self._give_up.wait(POLL_SECONDS)
+                    self._give_up.wait(poll_seconds(self._settings.ranks))
                     continue
                 if wanted.name is None:
                     return
@@ -365,6 +366,11 @@ class Uploader:
             return False
         found = self._objects.head(f"{stored.folder}/{record.file}")
         return found is not None and found.bytes == record.bytes and _same_version(sent, found.version)
+
+
+def poll_seconds(ranks: int) -> float:
+    """Return the pause of a rank between two looks at what rank 0 wants."""
+    return max(POLL_SECONDS, ranks / READS_PER_SECOND)
 
 
 def _same_version(sent: ObjectVersion | None, found: ObjectVersion) -> bool:
