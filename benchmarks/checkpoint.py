@@ -28,6 +28,7 @@ from harness.environment import describe_machine, package_versions
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Shard, TensorKey, flat_shards
+from toolkit.checkpoint_folder import newest_checkpoint
 
 BYTES_PER_PARAMETER = 2 + 4 + 4 + 4
 SHAPE = (4096, 1021)  # of one matrix; odd, so that flat ranges become several boxes
@@ -119,7 +120,7 @@ def measure(folder: Path, ranks: int, parameters: int, rounds: int) -> tuple[dic
     for number in range(rounds + 1):  # the first round is a warm-up
         saved, _ = run(2 * number + 1, "save")
         whole, blocked = run(2 * number + 2, "background")
-        path = CheckpointStore(folder / "checkpoints").newest()
+        path = newest_checkpoint(folder / "checkpoints")
         assert path is not None
         drop_page_cache(path)
         copied = copy(path, folder / "copy")

@@ -71,7 +71,7 @@ def generate(options: argparse.Namespace) -> str:
             )
         )
     from toolkit.checkpoint import open_reader
-    from toolkit.checkpoint.online.store import CheckpointStore
+    from toolkit.checkpoint_folder import newest_checkpoint
     from toolkit.config.compose import from_yaml
     from toolkit.config.special_tokens import SpecialTokens
     from toolkit.data.checks import special_tokens_mode, tokenizer_folder
@@ -84,7 +84,7 @@ def generate(options: argparse.Namespace) -> str:
     special = (
         SpecialTokens[options.special_tokens] if options.special_tokens else special_tokens_mode(config, data)
     )
-    weights = options.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
+    weights = options.weights or newest_checkpoint(directory.checkpoints) or directory.export
     reader = open_reader(weights, model=shape)
     module, tokenizer = load_model(shape, reader), load_tokenizer(data, reader)
     return continue_text(

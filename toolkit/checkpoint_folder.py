@@ -1,9 +1,8 @@
 """Names in a run's ``checkpoints`` folder, and which checkpoint is the newest.
 
     checkpoints/latest                 one line with the name of the newest checkpoint, written last and
-    atomically. After
-                                       resume=PATH, until the next save, the checkpoint at PATH: an absolute
-                                       path, or a URL, if elsewhere
+                                       atomically. After resume=PATH, until the next save, the checkpoint at
+                                       PATH: an absolute path, or a URL, if elsewhere
     checkpoints/best                   one line with the name of the best checkpoint: ``checkpoint.keep_best``
     checkpoints/step-00000123/         complete: renamed to this after its bytes were durable
     checkpoints/.tmp-...               being written, or left by an attempt that died

@@ -1,8 +1,8 @@
 """Write files atomically: they are complete or absent even if a process is killed or the machine stops.
 
-write_whole(path, "text")                     complete, even after a power failure
-write_whole(path, "text", durable=False)      complete for every process; a power failure may restore the old
-content or none
+write_whole(path, "text")                   complete, even after a power failure
+write_whole(path, "text", durable=False)    complete for every process; a power failure may restore the
+                                            old content or none
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ machines that wrote them; a negative difference counts as zero.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -264,20 +264,20 @@ def append_save(folder: Path, save: SaveRecord) -> None:
 
 def read_attempt(folder: Path) -> Attempt | None:
     times = read_times(folder)
-    return None if times is None else Attempt(times, tuple(read_saves(folder)))
+    return None if times is None else Attempt(times, read_saves(folder))
 
 
-def read_saves(folder: Path) -> Iterator[SaveRecord]:
-    """Yield complete rows; an incomplete one is skipped."""
+def read_saves(folder: Path) -> tuple[SaveRecord, ...]:
+    """Return complete rows; an incomplete one is skipped."""
     names = {field.name for field in fields(SaveRecord)}
-    for line in _text(folder / SAVES).splitlines():
-        row = _parse_object(line)
-        if (
-            row is not None
-            and row.keys() == names
-            and all(isinstance(value, int | float) for value in row.values())
-        ):
-            yield SaveRecord(**row)
+    rows = map(_parse_object, _text(folder / SAVES).splitlines())
+    return tuple(
+        SaveRecord(**row)
+        for row in rows
+        if row is not None
+        and row.keys() == names
+        and all(isinstance(value, int | float) for value in row.values())
+    )
 
 
 def _text(path: Path) -> str:

@@ -22,6 +22,7 @@ from benchmarks.faults.invariants import End, Evidence, violations_of
 from benchmarks.faults.processes import MARK, kill_all, marked_processes, ranks_of
 from benchmarks.faults.recovery import recovery_of
 from tests.checkpoint.layouts import LAYOUTS, shards_of
+from tests.damage import flip_byte
 from tests.waiting import wait_until
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
@@ -147,9 +148,7 @@ def other_loss_when_repeated(evidence: Evidence) -> Evidence:
 
 def damaged_checkpoint(evidence: Evidence) -> Evidence:
     file = next((evidence.run / "checkpoints").rglob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_byte(file)
     return evidence
 
 

@@ -27,6 +27,7 @@ from torch.distributed import checkpoint as dcp_of_torch
 from tests.checkpoint.corruption import DAMAGES
 from tests.checkpoint.layouts import LAYOUTS, shards_of
 from tests.checkpoint.tiny_run import tensors_of, tiny_checkpoint, tiny_shape
+from tests.damage import flip_byte
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.offline.reshard import lay_out
@@ -242,7 +243,5 @@ def test_campaign_detects_wrong_load(kinds: Mapping[str, Kind], tmp_path: Path) 
     kind = kinds["huggingface"]
     folder = Path(shutil.copytree(kind.folder, tmp_path / "copy"))
     file = folder / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_byte(file)
     assert outcome(folder, kind).startswith("wrong values of weight:")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, save, shards_of, whole
+from tests.damage import flip_byte
 from toolkit.checkpoint import manifest, open_reader
 from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.verify import verify
@@ -35,12 +36,6 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -55,7 +50,7 @@ def rewrite(change: Callable[[dict[str, object]], object]) -> Callable[[Path], N
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "flipped byte": (lambda folder: flip(folder / PART, -5), PART, "differs from what was written"),
+    "flipped byte": (lambda folder: flip_byte(folder / PART, -5), PART, "differs from what was written"),
     "truncated file": (lambda folder: truncate(folder / PART), PART, "bytes"),
     "missing file": (lambda folder: (folder / PART).unlink(), PART, "is missing"),
     "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json", "is missing"),
@@ -115,7 +110,7 @@ def test_damage_is_reported_with_previous_checkpoint(run: Path, name: str) -> No
 
 
 def test_only_complete_checkpoints_are_suggested(run: Path) -> None:
-    flip(run / "checkpoints" / "step-00000003" / PART, -5)
+    flip_byte(run / "checkpoints" / "step-00000003" / PART, -5)
     truncate(run / "checkpoints" / "step-00000002" / PART)
     with pytest.raises(CheckpointError, match=r"resume=.*step-00000001"):
         whole(open_reader(run))
@@ -155,7 +150,7 @@ def test_verify_detects_every_flipped_byte(run: Path) -> None:
         original = (folder / file).read_bytes()
         header = int.from_bytes(original[:8], "little") if file != "manifest.json" else 0
         for at in (*range(0, header, 3), *range(header, len(original), max(1, len(original) // 40))):
-            flip(folder / file, at)
+            flip_byte(folder / file, at)
             if file == "manifest.json" and _same_json(original, (folder / file).read_bytes()):
                 (folder / file).write_bytes(original)
                 continue

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.damage import flip_byte
 from toolkit.checkpoint.catalog import DamagedFile
 from toolkit.checkpoint.formats import torch_zip, unpickle
 from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor
@@ -106,7 +107,7 @@ def test_hostile_pickles_are_rejected_in_bounded_memory() -> None:
         "assert before == (dict(vars(unpickle._rebuild_tensor)), unpickle._rebuild_tensor.__defaults__)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout.splitlines() == list(HOSTILE), done.stderr[-2000:]
     assert done.returncode == 0
@@ -222,8 +223,6 @@ def test_number_in_tensor_is_validated(tmp_path: Path) -> None:
     for wrong in (found["two"], found["nan"], "7", None, float("inf")):
         with pytest.raises(DamagedFile, match="for a number"):
             torch_zip.read_number(tmp_path, wrong, "a.pt")
-    content = bytearray((tmp_path / "a.pt").read_bytes())
-    content[found["step"].storage.begin + 2] ^= 1
-    (tmp_path / "a.pt").write_bytes(content)
+    flip_byte(tmp_path / "a.pt", found["step"].storage.begin + 2)
     with pytest.raises(DamagedFile, match="CRC-32"):
         torch_zip.read_number(tmp_path, torch_zip.load(tmp_path, "a.pt")["step"])

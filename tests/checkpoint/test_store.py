@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, save, shards_of, whole
+from tests.damage import flip_byte
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, open_reader
 from toolkit.checkpoint.online import writing
@@ -73,13 +74,35 @@ def test_retention_keeps_last_multiples_and_pointed(tmp_path: Path) -> None:
         save_alone(store, step, state(step))
     assert sorted(checkpoint_folder.committed_checkpoints(tmp_path)) == [20, 40, 50, 60]
     assert (tmp_path / "latest").read_text() == "step-00000060\n"
-    assert store.newest() == tmp_path / "step-00000060"
-    assert [path.name for path in store.complete()] == [f"step-{step:08d}" for step in (20, 40, 50, 60)]
+    assert checkpoint_folder.newest_checkpoint(store.directory) == tmp_path / "step-00000060"
+    assert [path.name for path in directory.complete_checkpoints(tmp_path)] == [
+        f"step-{step:08d}" for step in (20, 40, 50, 60)
+    ]
     assert not list(tmp_path.glob(".*")), "nothing temporary stays"
 
 
 # The best steps at each save, the best first.
 BEST = {1: [1], 2: [2], 3: [2], 4: [2], 5: [5, 2], 6: [5, 2]}
+
+
+def test_checkpoint_that_cannot_be_removed_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, rename = CheckpointStore(tmp_path, keep_last=1), Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if target.name.startswith(checkpoint_folder.REMOVED):
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return rename(self, target)
+
+    save_alone(store, 1, state(1))
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "rename", refuse)
+        save_alone(store, 2, state(2))
+    assert value(tmp_path) == 2
+    assert "step-00000001 could not be removed, and the next save tries again" in caplog.text
+    save_alone(store, 3, state(3))
+    assert list(checkpoint_folder.committed_checkpoints(tmp_path)) == [3]
 
 
 def test_retention_keeps_the_best_and_points_to_it(tmp_path: Path) -> None:
@@ -89,7 +112,7 @@ def test_retention_keeps_the_best_and_points_to_it(tmp_path: Path) -> None:
         folders = checkpoint_folder.committed_checkpoints(tmp_path)
         assert sorted(folders) == sorted({step, *best})
         assert directory.find_checkpoint(tmp_path / "best") == folders[best[0]]
-        assert store.newest() == folders[step]
+        assert checkpoint_folder.newest_checkpoint(store.directory) == folders[step]
     assert find_run(tmp_path / "best", "resume") == tmp_path / "step-00000005"
     directory.rewind_to_checkpoint(tmp_path, tmp_path / "step-00000002", 2, tmp_path / "aside")
     assert not (tmp_path / "best").exists(), "it does not name a checkpoint that was moved"
@@ -230,7 +253,7 @@ def test_pointer_to_outside_checkpoint_lasts_until_next_save(tmp_path: Path) -> 
     save_alone(store, 1, state(1))
     copied = save_alone(other, 5, state(5))
     assert directory.rewind_to_checkpoint(store.directory, copied, 5, tmp_path / "aside") == []
-    assert store.newest() == copied
+    assert checkpoint_folder.newest_checkpoint(store.directory) == copied
     assert value(tmp_path / "run") == 5
     save_alone(store, 6, state(6))
     assert value(tmp_path / "run") == 6
@@ -241,7 +264,7 @@ def test_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match=r"contains no checkpoint|does not exist"):
             open_reader(path)
-    assert CheckpointStore(tmp_path / "absent").newest() is None
+    assert checkpoint_folder.newest_checkpoint(tmp_path / "absent") is None
 
 
 def test_background_save_equals_blocking_save(tmp_path: Path) -> None:
@@ -273,8 +296,8 @@ def test_background_save_equals_blocking_save(tmp_path: Path) -> None:
     assert sorted(file.name for file in path.iterdir()) == sorted(file.name for file in blocking.iterdir())
     for file in path.iterdir():
         assert file.read_bytes() == (blocking / file.name).read_bytes()
-    save_alone(store, 5, shards, background=True)  # in the same memory
-    assert float(whole(open_reader(store.newest() or path))[TensorKey(WEIGHT, "a")].abs().max()) == 0
+    later = whole(open_reader(save_alone(store, 5, shards, background=True)))  # in the same memory
+    assert float(later[TensorKey(WEIGHT, "a")].abs().max()) == 0
 
 
 def test_background_saves_reuse_their_buffer(tmp_path: Path) -> None:
@@ -322,9 +345,7 @@ def test_saving_same_step_again(tmp_path: Path) -> None:
     assert save_alone(CheckpointStore(tmp_path), 5, state(2), attempt=2) == path
     assert value(path) == 1, "a complete checkpoint of the step is kept"
     file = path / "part-00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip_byte(file)
     assert save_alone(CheckpointStore(tmp_path), 5, state(3), attempt=3) == path
     assert value(path) == 3, "a damaged one is replaced"
     assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["latest", "step-00000005"]
@@ -349,8 +370,9 @@ def test_scalars_step_and_versions_are_recorded(tmp_path: Path) -> None:
     assert content["software"]["torch"] == torch.__version__
 
 
-def test_sync_precedes_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill cannot simulate a power failure, so the order of syncs and renames is checked."""
+@pytest.fixture
+def disk_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Syncs and renames in order: a kill cannot simulate a power failure."""
     events: list[str] = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
@@ -373,8 +395,31 @@ def test_sync_precedes_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "fsync", logged_fsync)
     monkeypatch.setattr(Path, "rename", logged_rename)
     monkeypatch.setattr(Path, "replace", logged_replace)
+    return events
+
+
+def test_checkpoints_that_move_aside_are_durable_before_the_pointer(
+    tmp_path: Path, disk_events: list[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        (folder / checkpoint_folder.step_name(step)).mkdir(parents=True)
+    directory.rewind_to_checkpoint(folder, folder / "step-00000001", 1, tmp_path / "001" / "aside")
+    assert disk_events == [
+        "name step-00000003",
+        "name step-00000002",
+        "sync 001",
+        "sync aside",
+        "sync checkpoints",
+        "sync latest",
+        "name latest",
+        "sync checkpoints",
+    ]
+
+
+def test_sync_precedes_rename(tmp_path: Path, disk_events: list[str]) -> None:
     save_alone(CheckpointStore(tmp_path / "checkpoints"), 1, state(1))
-    assert events == [
+    assert disk_events == [
         "sync part-00000.safetensors",
         "name report-00000.json",
         "sync manifest.json",
@@ -469,7 +514,7 @@ def test_write_error_keeps_previous_checkpoint(
         save(tmp_path, 2, ranks, stores=stores)
     assert str(first) in str(caught.value)
     assert all(type(store._pending and store._pending.error) is kind for store in stores)
-    assert stores[0].newest() == first
+    assert checkpoint_folder.newest_checkpoint(stores[0].directory) == first
     assert not list(tmp_path.rglob(".tmp*/*.safetensors")), "the room is given back"
     monkeypatch.undo()
     save(tmp_path, 3, ranks, stores=stores)
@@ -500,7 +545,7 @@ def test_full_disk_keeps_previous_checkpoint(small_disk: Path) -> None:
         save_alone(store, 2, state(2, 200_000))
     remedy = caught.value.problems[0].remedy
     assert all(part in remedy for part in ("free 0.0008 GB", "checkpoint.keep_last=1", str(first)))
-    assert value(store.newest()) == 1
+    assert value(checkpoint_folder.newest_checkpoint(store.directory)) == 1
     assert verify(first) == []
     save_alone(store, 3, state(3, 100_000))
-    assert value(store.newest()) == 3
+    assert value(checkpoint_folder.newest_checkpoint(store.directory)) == 3

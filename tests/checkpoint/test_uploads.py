@@ -5,6 +5,7 @@ pytest tests/checkpoint/test_uploads.py
 
 from __future__ import annotations
 
+import errno
 import shutil
 import time
 from dataclasses import replace
@@ -15,8 +16,10 @@ import pytest
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
-from tests.checkpoint.uploads import IDENTITY, UploadingRun, run_until_killed, state
+from tests.checkpoint.uploads import IDENTITY, SECONDS, UploadingRun, run_until_killed, state
+from tests.damage import flip_byte
 from tests.data.local_stores import Store, environment
+from tests.waiting import wait_until
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.catalog import block_count
 from toolkit.checkpoint.offline import reshard
@@ -31,7 +34,8 @@ from toolkit.checkpoint.remote.pointer import (
     parse_pointer,
     removable_folders,
 )
-from toolkit.checkpoint.remote.upload import Uploader, UploadPhase
+from toolkit.checkpoint.remote.upload import Uploader, UploadPhase, poll_seconds
+from toolkit.checkpoint.remote.upload_folder import UploadFolder
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import verify
 from toolkit.config.reshard import ReshardAction, ReshardConfig
@@ -147,9 +151,7 @@ def test_a_file_that_was_damaged_on_disk_is_not_uploaded(store: Store, tmp_path:
     run = UploadingRun(tmp_path / "run", url_of(store), on_delay=lambda failure, _: delays.append(failure))
     path = save(run.checkpoints, 1, shards_of(state(1), LAYOUTS["flat"], 2))
     file = path / "part-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_byte(file)
     run.uploaders[0].send(path)
     assert not run.close(lambda: 0.0 if delays else 5.0)
     assert "differs from what was written" in delays[0]
@@ -189,12 +191,59 @@ def test_an_outage_delays_uploads_and_the_last_checkpoint_arrives(store: Store, 
     run.save(1)
     run.save(2)
     assert time.monotonic() - begin < 60, "saving does not wait for the store"
-    while not delays:
-        time.sleep(0.01)
+    wait_until(lambda: bool(delays), SECONDS, "delayed")
     assert "attempts in" in delays[0][0]
     store.faults.down = False
     assert run.close()
     check_loads(url_of(store), 2)
+
+
+def test_files_that_a_power_failure_emptied_are_written_again(store: Store, tmp_path: Path) -> None:
+    delays: list[str] = []
+
+    def fail(phase: UploadPhase) -> None:
+        if phase is UploadPhase.MANIFEST:  # every file has been sent
+            raise OSError("the power fails soon")
+
+    folder = tmp_path / "run"
+    run = UploadingRun(
+        folder, url_of(store), on_phase=fail, on_delay=lambda failure, _: delays.append(failure)
+    )
+    run.save(1)
+    assert not run.close(lambda: 0.0 if delays else 5.0)
+    emptied = {file for file in (folder / "uploads").rglob("*.json") if file.name != "run.json"}
+    assert len(emptied) == 3, "two records and what rank 0 wants"
+    for file in emptied:
+        file.write_bytes(b"")
+    again = UploadingRun(folder, url_of(store), 2)
+    deadline = time.monotonic() + 60
+    assert again.close(lambda: deadline - time.monotonic())
+    check_loads(url_of(store), 1)
+
+
+def test_a_rank_that_cannot_report_its_failure_repeats_its_part(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[int] = []
+
+    def fail(folder: UploadFolder, rank: int, *, damaged: bool) -> None:
+        failures.append(rank)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(UploadFolder, "set_failing", fail)
+    run = UploadingRun(tmp_path / "run", url_of(store))
+    store.faults.down = True
+    run.save(1)
+    wait_until(lambda: bool(failures), SECONDS, "failing")
+    store.faults.down = False
+    deadline = time.monotonic() + 60
+    assert run.close(lambda: deadline - time.monotonic())
+    check_loads(url_of(store), 1)
+
+
+def test_ranks_that_wait_for_checkpoints_read_the_shared_folder_at_a_bounded_rate() -> None:
+    assert poll_seconds(1) == poll_seconds(8) == 0.5
+    assert 4096 / poll_seconds(4096) <= 100
 
 
 def test_a_stop_does_not_wait_longer_than_its_time(store: Store, tmp_path: Path) -> None:
@@ -219,8 +268,7 @@ def test_uploading_to_and_reading_from_a_failing_store_give_the_same_state(
     run = UploadingRun(tmp_path / "run", url_of(store))
     for step in range(1, 9):
         run.save(step)
-        while (tmp_path / "run/uploads/pending").exists():
-            time.sleep(0.01)
+        run.wait_until_sent()
     assert run.close()
     for _ in range(3):
         check_loads(url_of(store), 8)
@@ -233,8 +281,7 @@ def test_uploading_to_and_reading_from_a_failing_store_give_the_same_state(
 def test_an_older_attempt_that_is_still_alive_is_refused(store: Store, tmp_path: Path) -> None:
     run = UploadingRun(tmp_path / "run", url_of(store))
     run.save(1)
-    while (tmp_path / "run/uploads/pending").exists():
-        time.sleep(0.01)
+    run.wait_until_sent()
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")  # as a partitioned node sees it
     second = UploadingRun(tmp_path / "elsewhere", url_of(store), 2)
     run.save(2)
@@ -267,8 +314,7 @@ def test_a_lost_pointer_is_an_error_that_names_the_newest_complete_checkpoint(
     run = UploadingRun(tmp_path / "run", url_of(store), keep_last=3)
     for step in (1, 2, 3):
         run.save(step)
-        while (tmp_path / "run/uploads/pending").exists():
-            time.sleep(0.01)
+        run.wait_until_sent()
     assert run.close()
     root = store.root / PREFIX
     (root / "latest").unlink()
@@ -304,9 +350,7 @@ def test_a_damaged_pointer_or_manifest_is_refused(store: Store, tmp_path: Path) 
     manifest.write_bytes(text)
     check_loads(url_of(store), 1)
     part = next((store.root / PREFIX).glob("*/part-00001*"))
-    content = bytearray(part.read_bytes())
-    content[-5] ^= 1
-    part.write_bytes(content)
+    flip_byte(part, -5)
     with pytest.raises(CheckpointError, match="differs from what was written"):
         whole(open_reader(url_of(store)))
     assert [finding.where for finding in verify(url_of(store))] == ["part-00001.safetensors"]

@@ -13,16 +13,19 @@ from typing import Any
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
+from tests.waiting import wait_until
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.remote.pointer import SUBJECT, Start, Writer
-from toolkit.checkpoint.remote.upload import Uploader, UploadPhase, UploadSettings, read_run_name
-from toolkit.checkpoint.remote.writer import take_over
+from toolkit.checkpoint.remote.take_over import take_over
+from toolkit.checkpoint.remote.upload import Uploader, UploadPhase, UploadSettings
+from toolkit.checkpoint.remote.upload_folder import UploadFolder
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, TensorKey
 from toolkit.checkpoint_folder import newest_checkpoint, step_of
 from toolkit.paths import Url
 from toolkit.remote.objects import WRITE_LIMITS, StoreObjects
 
 RANKS = 2
+SECONDS = 120.0  # for anything, on a busy machine
 LIMITS = replace(
     WRITE_LIMITS, first_backoff_seconds=0.01, max_backoff_seconds=0.1, opening_seconds=2.0, store_retries=2
 )
@@ -53,30 +56,29 @@ class UploadingRun:
         on_phase: Callable[[UploadPhase], None] = lambda phase: None,
         on_delay: Callable[[str, float], None] = lambda failure, seconds: None,
     ) -> None:
-        self.checkpoints, uploads = folder / "checkpoints", folder / "uploads"
-        self.attempt = attempt
+        self.checkpoints, self.attempt = folder / "checkpoints", attempt
+        self.uploads = UploadFolder(folder / "uploads")
         objects = StoreObjects(Url(url), SUBJECT, LIMITS)
         local = newest_checkpoint(self.checkpoints)
         start = Start(
-            writer=Writer(run=read_run_name(uploads), identity=identity, attempt=attempt),
+            writer=Writer(run=self.uploads.run_name(), identity=identity, attempt=attempt),
             resume=resume,
             local_step=step_of(local) if local is not None else None,
         )
         self.taken = take_over(objects, start)
         settings = UploadSettings(
             checkpoints=self.checkpoints,
-            folder=uploads,
+            folder=self.uploads.path,
             rank=0,
             ranks=RANKS,
             attempt=attempt,
             keep_last=keep_last,
             keep_every=0,
             on_phase=on_phase,
-            on_delay=on_delay,
             pause_seconds=0.05,
         )
         self.uploaders = [
-            Uploader(objects, settings, self.taken.state),
+            Uploader(objects, settings, self.taken.state, on_delay),
             Uploader(objects, replace(settings, rank=1), None),
         ]
         self._stores = [
@@ -93,6 +95,9 @@ class UploadingRun:
             uploader.send(path)
         return path
 
+    def wait_until_sent(self) -> None:
+        wait_until(lambda: not self.uploads.pending, SECONDS, "sent")
+
     def close(self, seconds_left: Callable[[], float | None] = lambda: None) -> bool:
         """Close both ranks, as at the end of a run."""
         closed: list[bool] = []
@@ -103,7 +108,7 @@ class UploadingRun:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(120)
+            thread.join(SECONDS)
         assert len(closed) == RANKS, "an uploader did not end"
         return all(closed)
 

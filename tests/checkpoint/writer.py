@@ -14,6 +14,7 @@ from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, shards_of
 from toolkit.checkpoint.online.commit import SavePhase
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, TensorKey
+from toolkit.checkpoint_folder import committed_checkpoints
 
 RANKS = 2
 NOT_SAVING = 0  # phases of a save count from 1
@@ -47,8 +48,7 @@ def write(
         entered[phase] += 1
 
     store = CheckpointStore(directory, keep_last=2, timeout_seconds=30, on_phase=on_phase)
-    newest = store.newest()
-    step = int(newest.name.removeprefix("step-")) if newest else 0
+    step = max(committed_checkpoints(directory), default=0)
     for number in itertools.count(step + 1):
         shards = shards_of(state(number), LAYOUTS["flat"], RANKS)[rank]
         pending = store.save(

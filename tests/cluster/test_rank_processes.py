@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +251,31 @@ def test_end_of_a_rank_is_noticed_without_polling(tmp_path: Path, monkeypatch: p
     began = time.monotonic()
     assert RankProcesses(script(tmp_path, "sys.exit(0)"), TWO).wait(StopRequest(), 60) == ExitCode.DONE
     assert time.monotonic() - began < 20
+
+
+def test_started_ranks_are_killed_if_another_cannot_start() -> None:
+    sleeping = rank_processes.start_process(["-c", "import time; time.sleep(600)"], os.environ)
+
+    def take(rank: int, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        if rank == 1:
+            raise OSError(errno.EAGAIN, "too many processes")
+        return sleeping
+
+    with pytest.raises(OSError, match="too many processes"):
+        RankProcesses(["-c", "pass"], TWO, take_standby=take)
+    assert sleeping.returncode == -signal.SIGKILL
+
+
+def test_two_threads_may_kill_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One waits for the ranks, and one ends the process because the user insists."""
+    ranks = RankProcesses(["-c", "import time; time.sleep(600)"], TWO)
+    close = os.close
+
+    def close_slowly(descriptor: int) -> None:
+        time.sleep(0.1)
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", close_slowly)
+    with ThreadPoolExecutor() as threads:
+        for done in [threads.submit(ranks.kill) for _ in range(2)]:
+            done.result(60)

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +124,24 @@ def test_standby_that_cannot_take_over_is_not_used(tmp_path: Path) -> None:
     assert not rig.out.exists()
 
 
-@pytest.mark.parametrize("warm_up", ["pass", "__import__('time').sleep(600)"], ids=["ready", "importing"])
-def test_standbys_end_with_their_supervisor(tmp_path: Path, warm_up: str) -> None:
+@pytest.mark.parametrize(
+    ("warm_up", "supervised"),
+    [
+        ("__import__('time').sleep(600)", "time.sleep(1)"),
+        ("pass", "rig.wait_until_ready()"),
+        ("pass", "[select.select([standby._socket], [], []) for standby in standbys]"),
+    ],
+    ids=["importing", "ready", "ready-unread"],
+)
+def test_standbys_end_with_their_supervisor(tmp_path: Path, warm_up: str, supervised: str) -> None:
     code = f"""
-import sys, time
+import select, time
 from pathlib import Path
 from tests.cluster.test_standbys import Rig
 rig = Rig(Path({str(tmp_path)!r}), warm_up={warm_up!r})
-if {warm_up == "pass"}: rig.wait_until_ready()
-print(*(standby.process.pid for standby in rig.pool._standbys.values()), flush=True)
+standbys = list(rig.pool._standbys.values())
+{supervised}
+print(*(standby.process.pid for standby in standbys), flush=True)
 time.sleep(600)
 """
     root = Path(__file__).resolve().parents[2]
@@ -142,8 +150,6 @@ time.sleep(600)
         standbys = [ProcessHandle.read(int(pid)) for pid in supervisor.stdout.readline().split()]
         assert len(standbys) == 2
         assert None not in standbys
-        if warm_up != "pass":
-            time.sleep(1)
         supervisor.kill()
     wait_until(lambda: not any(standby and standby.is_alive() for standby in standbys), SECONDS, "gone")
 

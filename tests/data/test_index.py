@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.damage import flip_byte
 from tests.data.data_folders import documents, make_folder
 from toolkit.data.manifest import describe_manifest, read_manifest, write_manifest
 from toolkit.data.manifest_file import write_manifest_file
@@ -138,9 +139,7 @@ def test_manifest_round_trip_above_its_files(tmp_path: Path) -> None:
 
 def flip(name: str, at: int) -> Callable[[Path], None]:
     def do(folder: Path) -> None:
-        content = bytearray((folder / name).read_bytes())
-        content[at] ^= 1
-        (folder / name).write_bytes(content)
+        flip_byte(folder / name, at)
 
     return do
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.damage import flip_byte
 from tests.data.data_folders import make_folder
 from tests.data.local_stores import served, set_environment
 from tests.data.sample_texts import files_of, make_texts, prepared, small_tokenizer, texts_of, write_jsonl
@@ -84,9 +85,7 @@ def test_inspect_command_describes_and_rejects_folders(tmp_path: Path) -> None:
 
 
 def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_byte(file, file.stat().st_size // 2)
 
 
 # The tokens' own files, on this machine: tests/data/test_index.py.

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.damage import flip_byte
 from tests.data.data_folders import batch_plan, documents, make_folder
 from tests.data.local_stores import served
 from tests.data.test_stream import global_batch
@@ -195,9 +196,7 @@ def test_writer_refuses_an_existing_folder(tmp_path: Path) -> None:
 
 def flip(folder: Path) -> None:
     file = folder / "train-00001.records"
-    content = bytearray(file.read_bytes())
-    content[100] ^= 1
-    file.write_bytes(content)
+    flip_byte(file, 100)
 
 
 def change_manifest(old: str, new: str) -> Callable[[Path], object]:

@@ -45,7 +45,7 @@ from toolkit.step_parts import (
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.loop import train
 from toolkit.train.saving import Checkpoints, SaveTimer
-from toolkit.train.state import TrainState
+from toolkit.train.state import StateWriter, TrainState
 from toolkit.train.task import Task, text_task
 
 WARM_UP, CLEAN = 2, 6  # steps without delays at the start; the first of them are not measured
@@ -275,15 +275,8 @@ def hooks_around(plan: RunPlan, engine: Engine, task: Task, delays: Delays) -> l
     plan.config.checkpoint.every = "1"
     nowhere: Any = SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
     store: Any = _Store(delays)
-    saving = Checkpoints(
-        context_of(plan, Path()),
-        engine,
-        store,
-        nowhere,
-        SaveTimer(None),
-        flush=lambda: None,
-        on_checkpoint=lambda path: None,
-    )
+    writer = StateWriter(context_of(plan, Path()), engine, nowhere, lambda: None)
+    saving = Checkpoints(writer, store, SaveTimer(None), on_checkpoint=lambda path: None)
     plan.config.eval.every = 1
     evaluating = Evaluation(
         plan, engine, task, {"validation": samples}, missing=lambda step: False, on_eval=lambda row: None

@@ -16,6 +16,7 @@ import pytest
 
 from launch import reshard
 from tests.checkpoint.tiny_run import STEP, tiny_checkpoint, tiny_shape
+from tests.damage import flip_byte
 from toolkit import families
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.model_discovery import find_model, unknown_model_error
@@ -180,9 +181,7 @@ def test_insufficient_space_is_detected_first(
 def test_damaged_source_is_named(tmp_path: Path, capsys: Captured) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
     file = checkpoint / "part-00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-100] ^= 1
-    file.write_bytes(data)
+    flip_byte(file, -100)
     err = run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
     assert str(file) in err
     assert not (tmp_path / "out").exists()
@@ -294,9 +293,7 @@ def test_verify_and_diff_exit_with_1_on_a_difference(tmp_path: Path, capsys: Cap
         capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff"
     )
     file = tmp_path / "out" / "part-00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
+    flip_byte(file, -3)
     assert "differs from what was written" in run_reshard(
         capsys, f"source={tmp_path}/out", "action=verify", code=1
     )

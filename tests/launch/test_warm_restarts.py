@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.damage import flip_byte
 from tests.launch.processes import ROOT, TRAIN, RunningCommand, command, read_status, send_signal
 from tests.launch.tiny_runs import KEYS, read_losses
 from toolkit import checkpoint_folder
@@ -233,9 +234,3 @@ def test_killed_supervisor_leaves_no_process_and_no_snapshot_is_used(
         in started.output
     )
     assert not snapshot.parent.exists()
-
-
-def flip_byte(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.damage import flip_byte
 from tests.data.local_stores import SECRETS, Store, environment, served, set_environment
 from toolkit.config.checkpoint import CheckpointConfig
 from toolkit.config.compose import compose
@@ -166,9 +167,7 @@ def test_a_file_that_changes_is_refused(files: Path, tmp_path: Path, monkeypatch
         set_environment(monkeypatch, store, tmp_path)
         folder = opened("s3", store)
         folder.read_range("large.bin", 0, 10)
-        content = bytearray((files / "large.bin").read_bytes())
-        content[5] ^= 1
-        (files / "large.bin").write_bytes(content)
+        flip_byte(files / "large.bin", 5)
         with pytest.raises(InputError, match=r"large\.bin changed while it was read: tag"):
             folder.read_range("large.bin", 0, 10)
         assert isinstance(folder, StoreFolder)

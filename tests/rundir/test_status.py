@@ -92,3 +92,12 @@ def test_finish_records_goodput(tmp_path: Path) -> None:
     assert (ended["state"], ended["reason"]) == ("failed", "rank 1")
     assert ended["ended"] > 160.0
     assert directory.saved_step() == 10
+
+
+def test_newest_checkpoint_is_that_of_the_last_step_whatever_else_is_in_the_folder(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert (directory.saved_step(), directory.newest_checkpoint()) == (None, None)
+    for name in ("step-99999999", "step-100000000", "step-99999999.copy"):
+        make_checkpoint(directory, name)
+    assert directory.saved_step() == 100_000_000
+    assert directory.newest_checkpoint() == directory.checkpoints / "step-100000000"

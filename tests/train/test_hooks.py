@@ -42,6 +42,7 @@ from toolkit.rundir.status import RunState
 from toolkit.testing.tiny import tiny_config, tiny_plan
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.saving import Checkpoints, SaveTimer
+from toolkit.train.state import StateWriter
 from toolkit.train.task import NextTokenTask
 
 # ---- metrics
@@ -207,12 +208,9 @@ def checkpoints(
     plan = tiny_plan(**{f"checkpoint__{name}": value for name, value in changes.items()})
     stream = SimpleNamespace(fingerprint=lambda: {"order": "x"}, state=lambda step: {})
     hook = Checkpoints(
-        context_of(plan, Path()),
-        FakeEngine(),
+        StateWriter(context_of(plan, Path()), FakeEngine(), stream, flush),  # type: ignore[arg-type]
         store,  # type: ignore[arg-type]
-        stream,  # type: ignore[arg-type]
         timer or SaveTimer(None),
-        flush=flush,
         on_checkpoint=saved.append,
     )
     return hook, saved

@@ -18,6 +18,7 @@ from toolkit.checkpoint.shard import Box, Shard, TensorKey
 from toolkit.checkpoint_folder import committed_checkpoints
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.memory_snapshots import MemorySnapshots
+from toolkit.train.state import StateWriter
 
 
 class CountingEngine(FakeEngine):
@@ -33,13 +34,8 @@ def test_rollback_removes_the_snapshots_and_repeated_steps_are_kept_again(tmp_pa
     engine, stream = CountingEngine(), SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
     memory = tmp_path / "memory"
     memory.mkdir()
-    snapshots = MemorySnapshots(
-        context_of(tiny_plan(checkpoint__memory_every=2), tmp_path),
-        engine,
-        memory,
-        stream,  # type: ignore[arg-type]
-        flush=lambda: None,
-    )
+    context = context_of(tiny_plan(checkpoint__memory_every=2), tmp_path)
+    snapshots = MemorySnapshots(StateWriter(context, engine, stream, lambda: None), memory)  # type: ignore[arg-type]
     for step in range(1, 5):
         snapshots.on_step(completed_step(step))
     snapshots.on_rollback(tmp_path / "checkpoints" / "step-00000001")

@@ -47,7 +47,7 @@ from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
 from toolkit.testing.tiny import tiny_config
-from toolkit.train import rewind
+from toolkit.train import rollback
 from toolkit.train import run as run_module
 from toolkit.train.rollback import read_rollbacks
 
@@ -186,9 +186,9 @@ def train(
         if die_at is not None:
             patch.setattr(run_module, "build_engine", dying_engine(die_at))
         if not apply_skips:
-            decide = rewind.decide_rollback
+            decide = rollback.decide_rollback
             patch.setattr(
-                rewind,
+                rollback,
                 "decide_rollback",
                 lambda *args, **named: replace(decide(*args, **named), skipped=(0, 0)),
             )

@@ -81,6 +81,7 @@ def test_tracker_records_the_time_of_an_attempt(tmp_path: Path, caplog: pytest.L
     clock = FakeClock()
     write_times(tmp_path, AttemptTimes(began=90.0, seen=90.0))
     times = GoodputTracker(tmp_path, [], clock)
+    assert not times.has_saved
     clock.now = 109.5
     times.on_start(4)
     clock.now = 110.0
@@ -114,7 +115,8 @@ def test_tracker_records_the_time_of_an_attempt(tmp_path: Path, caplog: pytest.L
         evaluating=0.75,
         active=114.0,
     )
-    assert list(read_saves(tmp_path)) == [SaveRecord(step=5, seconds=2.5, bytes=1000, stepping=0.5)]
+    assert read_saves(tmp_path) == (SaveRecord(step=5, seconds=2.5, bytes=1000, stepping=0.5),)
+    assert times.has_saved
     found = times.goodput()
     assert found is not None
     assert (found.wall_seconds, found.useful_seconds) == (24.0, 1.0)

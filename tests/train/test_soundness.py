@@ -199,6 +199,8 @@ def test_rows_of_rollbacks_are_read_back(tmp_path: Path) -> None:
     assert math.isnan(first.grad_norm), "JSON has no infinity"
     assert (first.skipped, second.skipped) == ((24, 32), (40, 56))
     assert (first.step, first.checkpoint_step, first.attempt) == (8, 4, 1)
+    append_rollback(file, decided(16))
+    assert [rollback.step for rollback in read_rollbacks(file)] == [8, 12, 16]
 
 
 def test_rows_are_cut_from_a_file_that_stays_open(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -167,7 +168,7 @@ def test_a_run_that_may_roll_back_uploads_sound_checkpoints_only(
     steps: list[Path] = []
     hook = uploads.CheckpointUploads(
         uploads.OpenedStore(Url("s3://bucket/run")),
-        lambda on_delay: None,  # type: ignore[arg-type, return-value]
+        SimpleNamespace(),  # type: ignore[arg-type]
         lambda alert: None,
         lambda: None,
         only_sound=only_sound,
@@ -179,3 +180,17 @@ def test_a_run_that_may_roll_back_uploads_sound_checkpoints_only(
             checkpoints.save(step, [], scalars, namespace="a", rank=0, ranks=1, attempt=1).path
         )
     assert [step_of(path) for path in steps] == sent
+
+
+@pytest.mark.parametrize(("state", "warnings"), [(SimpleNamespace(), 1), (None, 0)], ids=["rank 0", "rank 1"])
+def test_an_incomplete_upload_is_reported_once_over_all_ranks(
+    state: Any, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    uploader = SimpleNamespace(error=None, close=lambda seconds_left: False)
+    monkeypatch.setattr(uploads, "Uploader", lambda *arguments: uploader)
+    store = uploads.OpenedStore(Url("s3://bucket/run"), state=state)
+    settings: Any = SimpleNamespace()
+    uploads.CheckpointUploads(store, settings, lambda alert: None, lambda: None).on_end(4)
+    assert [record.getMessage()[:50] for record in caplog.records] == [
+        "the newest checkpoint is not in s3://bucket/run ye"
+    ] * warnings

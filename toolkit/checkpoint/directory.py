@@ -20,7 +20,7 @@ from toolkit.checkpoint_folder import (
     step_of,
 )
 from toolkit.errors import CheckpointError, Problem
-from toolkit.files import write_whole
+from toolkit.files import sync_folder, write_whole
 from toolkit.paths import Location
 
 
@@ -57,9 +57,13 @@ def _move(directory: Path, step: int, destination: Path) -> list[Path]:
     best = directory / BEST_POINTER
     if resolve_pointer(best) in later:
         best.unlink()
-    for folder in reversed(later):
+    if later:
         destination.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(later):
         folder.rename(destination / folder.name)
+    if later:
+        for changed in (destination.parent, destination, directory):
+            sync_folder(changed)
     return [destination / folder.name for folder in later]
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -296,3 +297,13 @@ def verify_piece(files: CheckpointFiles, piece: TensorPiece, buffer: bytearray) 
         if piece.hashes:
             verify_block(files, piece, number, xxhash.xxh3_128_hexdigest(block))
         yield block
+
+
+def verify_pieces(folder: Path, pieces: Iterable[TensorPiece]) -> None:
+    """Read every block of the pieces, whose files are in ``folder``. Raises DamagedFile at the first
+    mismatch.
+    """
+    buffer = bytearray(BLOCK_BYTES)
+    with CheckpointFiles(folder) as files:
+        for piece in pieces:
+            deque(verify_piece(files, piece, buffer), maxlen=0)

@@ -128,9 +128,8 @@ def choose_exit_code(decision: RequeueDecision, outcome: JobOutcome, before: Job
     """Return the exit code that Kubernetes acts on."""
     if decision.next is NextAction.AGAIN:
         return ExitCode.FAILURE if decision.fruitless else ExitCode.STOPPED
-    if (
-        decision.code is ExitCode.FAILURE and outcome.attempt <= before.attempt
-    ):  # the pods did not meet; a restart may help
+    # the pods did not meet; a restart may help
+    if decision.code is ExitCode.FAILURE and outcome.attempt <= before.attempt:
         return ExitCode.FAILURE
     return ExitCode.DONE if decision.code is ExitCode.DONE else ExitCode.USER
 

@@ -85,14 +85,18 @@ class RankProcesses:
         # whether a signal is among the first failures
         self._killed_first: bool | None = None
         self._oom_kills, self._out_of_memory = count_oom_kills(), ""
-        for rank in range(world.ranks):
-            variables = rank_variables(rank, world, port)
-            process = take_standby(rank, variables)
-            if process is None:
-                process = start_process(command, {**environ, **inherited_form(), **variables}, keep)
-            self._processes.append(process)
-            with suppress(AttributeError, OSError):  # before Linux 5.3 the ends are polled
-                self._pidfds[rank] = os.pidfd_open(process.pid)
+        try:
+            for rank in range(world.ranks):
+                variables = rank_variables(rank, world, port)
+                process = take_standby(rank, variables)
+                if process is None:
+                    process = start_process(command, {**environ, **inherited_form(), **variables}, keep)
+                self._processes.append(process)
+                with suppress(AttributeError, OSError):  # before Linux 5.3 the ends are polled
+                    self._pidfds[rank] = os.pidfd_open(process.pid)
+        except BaseException:  # no memory, or too many processes: the others would wait for this rank
+            self.kill()
+            raise
 
     def send(self, number: int) -> None:
         for process in self._processes:
@@ -100,22 +104,22 @@ class RankProcesses:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill all ranks and reap them."""
+        """Kill all ranks and reap them. Two threads may call it: one of them aborts this process."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
         for process in self._processes:
             process.wait()
-        for descriptor in self._pidfds.values():
-            os.close(descriptor)
-        self._pidfds.clear()
+        while self._pidfds:
+            with suppress(KeyError):  # the other thread took the last one
+                os.close(self._pidfds.popitem()[1])
 
     def _sleep(self) -> None:
         """Sleep until a rank ends, at most ``POLL_SECONDS``."""
         ends = select.poll()
-        for rank, process in enumerate(self._processes):
-            if rank in self._pidfds and process.returncode is None:
-                ends.register(self._pidfds[rank], select.POLLIN)
+        for rank, descriptor in list(self._pidfds.items()):
+            if self._processes[rank].returncode is None:
+                ends.register(descriptor, select.POLLIN)
         ends.poll(POLL_SECONDS * 1000)
 
     def _codes(self) -> list[int]:

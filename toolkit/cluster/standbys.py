@@ -106,9 +106,10 @@ class StandbyPool:
         return None
 
     def kill(self) -> None:
-        """End all standbys."""
-        for rank in list(self._standbys):
-            self._standbys.pop(rank).kill()
+        """End all standbys. Two threads may call it: one of them aborts this process."""
+        while self._standbys:
+            with suppress(KeyError):  # the other thread took the last one
+                self._standbys.popitem()[1].kill()
 
 
 class _Standby:
@@ -181,7 +182,8 @@ def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) 
         os._exit(1)
     with suppress(OSError):
         PROCESS_NAME.write_text(f"standby-{rank}")
-    connection.send(READY)
+    with suppress(ConnectionError):  # the supervisor has ended, and the receiving thread ends this process
+        connection.send(READY)
     order = orders.get()
     os.environ.update(order["variables"])
     with suppress(OSError):
@@ -193,7 +195,9 @@ def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) 
 
 def _receive(connection: socket.socket, orders: queue.SimpleQueue[Mapping[str, Any]]) -> None:
     """Wait for the order to become a rank, also during the imports."""
-    message, _lock, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
+    message = b""  # as at the end of the connection
+    with suppress(ConnectionError):  # the supervisor was killed and has not read READY
+        message, _lock, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
     if not message:
         os._exit(0)
     orders.put(json.loads(message))

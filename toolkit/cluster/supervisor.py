@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.cluster.attempt_spec import AttemptSpec, start_next_attempt
@@ -117,9 +117,11 @@ class AttemptEnd:
 
 @dataclass(frozen=True, slots=True)
 class _Supervisor:
-    """Attributes:
-    command: the script or module that every rank runs.
-    memory: the folder for snapshots; None: there are none.
+    """Runs the attempts of one command.
+
+    Attributes:
+        command: the script or module that every rank runs.
+        memory: the folder for snapshots; None: there are none.
     """
 
     command: Sequence[str]
@@ -204,8 +206,15 @@ class _Supervisor:
             status = directory.status()
             return status is not None and status.attempt == spec.attempt and status.step is not None
 
+        standbys_started = False
+
+        def start_standbys() -> None:
+            nonlocal standbys_started
+            if not standbys_started and has_started():
+                standbys_started = True
+                standbys.start(handover)
+
         self.stop.abort = abort
-        start_standbys = _Once(lambda: standbys.start(handover), has_started)
         try:
             grace_seconds = self.plan.config.cluster.grace_seconds
             code = ranks.wait(self.stop, grace_seconds, has_started, on_poll=start_standbys)
@@ -225,18 +234,6 @@ class _Supervisor:
         self.standbys.kill()
         if self.memory is not None:
             self.memory.remove()
-
-
-class _Once:
-    """Call ``action`` the first time that this is called while ``condition()`` holds."""
-
-    def __init__(self, action: Callable[[], None], condition: Callable[[], bool]) -> None:
-        self._action, self._condition, self._done = action, condition, False
-
-    def __call__(self) -> None:
-        if not self._done and self._condition():
-            self._done = True
-            self._action()
 
 
 @dataclass(frozen=True, slots=True)

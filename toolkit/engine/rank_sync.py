@@ -92,6 +92,13 @@ def make_flag_reduce(ranks: int) -> FlagReduce:
     return GlooFlagReduce() if ranks > 1 else single_rank_reduce
 
 
+def broadcast_value(value: Any, source: int) -> Any:
+    """Return ``value`` of rank ``source`` on every rank. Collective."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values[source]
+
+
 def make_data_gather(axes: Axes) -> Callable[[Any], list[Any]] | None:
     """Return a function that gathers one object of each data rank; None if there is only one.
 

@@ -86,7 +86,7 @@ class GoodputTracker(Hook, SaveObserver):
         self._update(evaluating=self._times.evaluating + row["seconds"], active=self._clock())
 
     def on_rollback(self, path: Path) -> None:
-        step, saves = step_of(path) or 0, tuple(read_saves(self._folder))
+        step, saves = step_of(path) or 0, read_saves(self._folder)
         times = self._times
         useful = Attempt(times, saves).work(step)
         self._update(
@@ -146,7 +146,7 @@ class GoodputTracker(Hook, SaveObserver):
             saved_step: step of the newest checkpoint, if the run stops before its last step and later steps
                 are lost.
         """
-        saves = tuple(read_saves(self._folder)) if saved_step is not None else ()
+        saves = read_saves(self._folder) if saved_step is not None else ()
         current = Attempt(replace(self._times, seen=self._clock()), saves)
         return compute_goodput([*self._earlier, current], kept=saved_step)
 

@@ -120,9 +120,8 @@ class LedgerHook(Hook):
             self._take()
             if self._newest_taken >= step:
                 break
-            time.sleep(
-                LAST_STEP_SECONDS / LAST_STEP_POLLS
-            )  # the device has not reached the end of the step yet
+            # the device has not reached the end of the step yet
+            time.sleep(LAST_STEP_SECONDS / LAST_STEP_POLLS)
         self._request(self._slots(step - self._last_gather))
         self._queue.put(None)
         self._thread.join(self._end_seconds)

@@ -127,9 +127,8 @@ class Watchdog(HangMonitor):
         faulthandler.cancel_dump_traceback_later()
 
     def failed(self, error: Exception) -> None:
-        if (
-            self._hanging
-        ):  # another rank's end broke the call that this rank waited in; the thread ends this one too
+        # another rank's end broke the call that this rank waited in; the thread ends this one too
+        if self._hanging:
             self._thread.join(EXIT_SECONDS)
         if isinstance(error, UserError) or self._stopped.is_set():
             return
@@ -208,9 +207,8 @@ def watch_for_hangs(
     stacks_fd, last_call = os.memfd_create("stacks", os.MFD_CLOEXEC), last_collective.LastCollective()
     processes = last_collective.gather_process_ids(context.ranks, stacks_fd, last_call.descriptor)
     neighbour_calls = last_collective.open_neighbour_records(processes, context.rank)
-    if (
-        plan.world.device is Device.CPU
-    ):  # only gloo terminates processes, and its calls outweigh the recording
+    # only gloo terminates processes, and its calls outweigh the recording
+    if plan.world.device is Device.CPU:
         set_call_listener(last_call.record)
     store = last_collective.clone_store() if plan.world.nodes > 1 else None
     sources = HangSources(

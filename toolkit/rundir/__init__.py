@@ -6,9 +6,9 @@
     alerts.jsonl alerts/node-N.jsonl           in order of time; those of other nodes in separate files
     system/node-N.jsonl                        in order of time, for each node
     checkpoints/ plots/
-    attempts/001/{config.yaml,plan.json,environment.json,log.txt,times.json,saves.jsonl}, and metric rows and
-    checkpoints
-                                               of steps that this or a later attempt repeated
+    attempts/001/{config.yaml,plan.json,environment.json,log.txt,times.json,saves.jsonl}
+                                               and metric rows and checkpoints of steps that this or a later
+                                               attempt repeated
     attempts/001/restart.json                  the phases of the restart that started the attempt
     attempts/001/{hang.txt,hang/}              if the attempt ended because it made no progress
     jobs/001/                                  of a submitted run: toolkit/cluster/job.py

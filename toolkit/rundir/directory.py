@@ -14,6 +14,7 @@ from toolkit.checkpoint_folder import (
     BEST_POINTER,
     POINTER,
     NewestCheckpoint,
+    committed_checkpoints,
     disagreement_error,
     find_newest,
     moved_steps,
@@ -55,45 +56,21 @@ LOST_END = "all its processes ended before one of them could record why (killed,
 class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.config_file = self.path / "config.yaml"
+        self.plan_file = self.path / "plan.json"
+        self.status_file = self.path / "status.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.eval_file = self.path / "eval.jsonl"
+        self.ledger_file = self.path / "ledger.jsonl"
+        self.rollbacks_file = self.path / "rollbacks.jsonl"  # of train/rollback.py
+        self.hooks_file = self.path / "hooks.jsonl"  # metrics that the user's hooks log
+        self.alerts_file = self.path / "alerts.jsonl"
+        self.fork_file = self.path / "fork.json"  # the parent of a forked run
+        self.checkpoints = self.path / "checkpoints"
+        self.uploads = self.path / "uploads"  # what has been uploaded to checkpoint.url
+        self.plots = self.path / "plots"
+        self.export = self.path / "export"
         self._lock: int | None = None
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def plan_file(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def status_file(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def eval_file(self) -> Path:
-        return self.path / "eval.jsonl"
-
-    @property
-    def ledger_file(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def rollbacks_file(self) -> Path:
-        """A row for each time that the run went back to a checkpoint: ``train/rollback.py``."""
-        return self.path / "rollbacks.jsonl"
-
-    @property
-    def hooks_file(self) -> Path:
-        """Metrics that the user's hooks log."""
-        return self.path / "hooks.jsonl"
-
-    @property
-    def alerts_file(self) -> Path:
-        return self.path / "alerts.jsonl"
 
     def node_alerts_file(self, node: int) -> Path:
         """Alerts of one node; the first node's file also has those of the whole run."""
@@ -102,23 +79,6 @@ class RunDirectory:
     def system_file(self, node: int) -> Path:
         """Samples of one node, written by its first rank to the node's disk for the run's directory."""
         return self.path / "system" / f"node-{node}.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def uploads(self) -> Path:
-        """What has been uploaded to ``checkpoint.url``."""
-        return self.path / "uploads"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
 
     def attempt_folder(self, attempt: int) -> Path:
         return self.path / "attempts" / f"{attempt:03d}"
@@ -145,11 +105,6 @@ class RunDirectory:
             if folder.is_dir()
             else []
         )
-
-    @property
-    def fork_file(self) -> Path:
-        """The parent of a forked run."""
-        return self.path / "fork.json"
 
     # ---- start
 
@@ -213,7 +168,7 @@ class RunDirectory:
 
     def _files_of_lock_owner(self) -> list[Path]:
         """Files that only the process with the lock replaces."""
-        rows = [self.metrics_file, self.eval_file, self.ledger_file, self.hooks_file]
+        rows = [self.metrics_file, self.eval_file, self.ledger_file, self.hooks_file, self.rollbacks_file]
         pointers = [self.checkpoints / name for name in (POINTER, BEST_POINTER)]
         times = [self.attempt_folder(number) / TIMES for number in self.attempts()]
         whole = [self.status_file, self.config_file, self.plan_file, self.plots / "loss.png"]
@@ -334,13 +289,11 @@ class RunDirectory:
 
     def saved_step(self) -> int | None:
         """Return the step of the newest checkpoint in this run's folder, or None."""
-        newest = self.newest_checkpoint()
-        digits = newest.name.removeprefix("step-") if newest is not None else ""
-        return int(digits) if digits.isdigit() else None
+        return max(committed_checkpoints(self.checkpoints), default=None)
 
     def newest_checkpoint(self) -> Path | None:
-        """Return this run's newest checkpoint by folder name. Its content is checked when it is read."""
-        return max((file.parent for file in self.checkpoints.glob("[!.]*/manifest.json")), default=None)
+        """Return the checkpoint of that step. Its content is checked when it is read."""
+        return next(reversed(committed_checkpoints(self.checkpoints).values()), None)
 
     def newest_with_disagreements(self) -> NewestCheckpoint:
         """Return the newest checkpoint, and whether the checkpoints folder and the run's other files agree

@@ -55,9 +55,9 @@ class MemoryFolder:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
 
 def remove_abandoned(root: Path = SHARED_MEMORY) -> list[Path]:

@@ -44,7 +44,7 @@ from toolkit.train.rollback import Rollback
 from toolkit.train.save_deadline import SaveDeadline
 from toolkit.train.saving import Checkpoints, SaveTimer
 from toolkit.train.soundness import Soundness
-from toolkit.train.state import TrainState
+from toolkit.train.state import StateWriter, TrainState
 from toolkit.train.task import NextTokenTask, Task, TextTask, configure_text_task, text_task
 from toolkit.train.uploads import CheckpointUploads, OpenedStore
 from toolkit.train.user_hooks import EndRequest, build_user_hooks
@@ -166,57 +166,49 @@ def build_hooks(
     soundness = Soundness(plan.config.train)
     hooks.add(soundness, "train.soundness")
     hooks.add(_build_evaluation(training, hooks))
-    checkpoint = plan.config.checkpoint
     uploads = build_uploads(training)
+    store = CheckpointStore(
+        directory.checkpoints,
+        plan.config.checkpoint.keep_last,
+        plan.config.checkpoint.keep_every,
+        staging_bytes=plan.saves.staging_bytes,
+        in_use=uploads.uploader.steps_in_use if uploads is not None else tuple,
+    )
+    writer = StateWriter(context, training.engine, data.stream, training.sink.flush, hooks.state_dict)
     checkpoints = Checkpoints(
-        context,
-        training.engine,
-        CheckpointStore(
-            directory.checkpoints,
-            checkpoint.keep_last,
-            checkpoint.keep_every,
-            staging_bytes=plan.saves.staging_bytes,
-            in_use=uploads.uploader.steps_in_use if uploads is not None else tuple,
-        ),
-        data.stream,
+        writer,
+        store,
         save_timer,
-        flush=training.sink.flush,
         on_checkpoint=hooks.on_checkpoint,
         observers=observers,
-        hook_states=hooks.state_dict,
         sound=soundness.is_sound,
         best=best,
     )
     hooks.add(checkpoints)
     if memory is not None:
-        hooks.add(
-            MemorySnapshots(
-                context,
-                training.engine,
-                memory,
-                data.stream,
-                flush=training.sink.flush,
-                on_blocked=(lambda seconds: None) if goodput is None else goodput.on_save_blocked,
-                hook_states=hooks.state_dict,
-            )
-        )
+        on_blocked = (lambda seconds: None) if goodput is None else goodput.on_save_blocked
+        hooks.add(MemorySnapshots(writer, memory, on_blocked=on_blocked))
     if uploads is not None:
         hooks.add(uploads)  # after the hook that saves, so that the last checkpoint is uploaded too
-    status = None
-    if goodput is not None:
-        status = StatusWriter(
-            directory, attempt, newest_checkpoint(directory.checkpoints), goodput=goodput.status
-        )
-        hooks.add(status)
-        if len(data.stream.consumed(0)) > 1:
-            hooks.add(DataProgressLogger(data.stream.consumed))
-
-        def draw() -> None:
-            training.sink.flush()
-            plot_loss(directory.path, data.unigram(), plan.loss_unit)
-
-        hooks.add(PlotWriter(draw))
+    status = _add_progress_hooks(training, hooks, goodput) if goodput is not None else None
     return TrainingHooks(hooks, run_timer, checkpoints, save_timer, deadline, goodput, status, budget)
+
+
+def _add_progress_hooks(training: Training, hooks: Hooks, goodput: GoodputTracker) -> StatusWriter:
+    """Add the hooks that report progress, which come last."""
+    context, data = training.context, training.data
+    directory, newest = context.directory, newest_checkpoint(context.directory.checkpoints)
+    status = StatusWriter(directory, context.attempt, newest, goodput=goodput.status)
+    hooks.add(status)
+    if len(data.stream.consumed(0)) > 1:
+        hooks.add(DataProgressLogger(data.stream.consumed))
+
+    def draw() -> None:
+        training.sink.flush()
+        plot_loss(directory.path, data.unigram(), context.plan.loss_unit)
+
+    hooks.add(PlotWriter(draw))
+    return status
 
 
 def _build_auto_interval(training: Training, timer: SaveTimer, goodput: GoodputTracker) -> AutoInterval:
@@ -260,8 +252,7 @@ def build_uploads(training: Training) -> CheckpointUploads | None:
     if store is None:
         return None
     checkpoint, folder = context.plan.config.checkpoint, context.directory.checkpoints
-    settings = partial(
-        UploadSettings,
+    settings = UploadSettings(
         checkpoints=folder,
         folder=context.directory.uploads,
         rank=context.rank,

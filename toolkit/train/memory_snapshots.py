@@ -11,30 +11,25 @@ import logging
 import os
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile
+from toolkit.checkpoint.catalog import DamagedFile
 from toolkit.checkpoint.directory import load_manifest
-from toolkit.checkpoint.file_reader import CheckpointFiles, verify_piece
+from toolkit.checkpoint.file_reader import verify_pieces
 from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
 from toolkit.checkpoint.planner import boxes_to_write
 from toolkit.checkpoint.shard import Shard
 from toolkit.checkpoint_folder import committed_checkpoints, newest_checkpoint, step_of
-from toolkit.data.registry import SampleStream
-from toolkit.engine.protocol import Engine
 from toolkit.engine.rank_sync import FlagReduce
 from toolkit.hooks import CompletedStep, Hook
-from toolkit.observe.context import RankContext
 from toolkit.plan.types import RunPlan
 from toolkit.progress import quantity
 from toolkit.rundir.directory import RunDirectory
 from toolkit.step_parts import CHECKPOINT
-from toolkit.train import state
 from toolkit.train.nonfinite import all_finite
+from toolkit.train.state import StateWriter
 
 log = logging.getLogger(__name__)
 
@@ -49,28 +44,17 @@ class MemorySnapshots(Hook):
 
     Args:
         folder: on tmpfs.
-        flush: called before a snapshot, so that the rows up to it are written if the run is killed later.
         on_blocked: receives the seconds for which training waited.
-        hook_states: returns what the hooks store. May be collective.
     """
 
     part = CHECKPOINT
 
     def __init__(
-        self,
-        context: RankContext,
-        engine: Engine,
-        folder: Path,
-        stream: SampleStream,
-        *,
-        flush: Callable[[], None],
-        on_blocked: Callable[[float], None] = lambda seconds: None,
-        hook_states: Callable[[], Mapping[str, Any]] = dict,
+        self, writer: StateWriter, folder: Path, *, on_blocked: Callable[[float], None] = lambda seconds: None
     ) -> None:
-        self._context, self._plan, self._engine, self._folder = context, context.plan, engine, folder
-        self._stream, self._flush, self._on_blocked = stream, flush, on_blocked
-        self._hook_states = hook_states
-        self._every = self._plan.config.checkpoint.memory_every
+        self._writer, self._folder, self._on_blocked = writer, folder, on_blocked
+        self._context = writer.context
+        self._every = writer.context.plan.config.checkpoint.memory_every
         self._store = CheckpointStore(folder, keep_last=1)
         self._pending: PendingSave | None = None
         self._fits: bool | None = None  # None: not known before the first snapshot
@@ -87,9 +71,8 @@ class MemorySnapshots(Hook):
         """Remove the snapshots, which are of steps that the run goes back behind."""
         self._wait()
         self._store.forget_last_save()
-        self._context.all_reduce_flags(
-            [0]
-        )  # another rank may still look for the snapshot that it has written
+        # Another rank may still look for the snapshot that it has written.
+        self._context.all_reduce_flags([0])
         if self._context.rank == 0:
             for folder in committed_checkpoints(self._folder).values():
                 shutil.rmtree(folder)
@@ -99,7 +82,7 @@ class MemorySnapshots(Hook):
 
     def _take(self, step: int) -> None:
         problem = self._wait()
-        shards = self._engine.shards()
+        shards = self._writer.engine.shards()
         if self._fits is None:
             problem = problem or self._find_lack_of_room(shards)
             self._fits = problem is None
@@ -111,27 +94,8 @@ class MemorySnapshots(Hook):
             if self._context.rank == 0:
                 log.warning("no more snapshots in memory: %s", problem or "another rank could not write")
             return
-        if nonfinite:
-            return
-        self._flush()
-        scalars = state.scalars(
-            self._plan,
-            state.TrainState(step),
-            self._stream.fingerprint(),
-            self._stream.state(step),
-            self._engine.scalars(),
-            self._hook_states(),
-        )
-        self._pending = self._store.save(
-            step,
-            shards,
-            scalars,
-            namespace=state.namespace(self._plan),
-            rank=self._context.rank,
-            ranks=self._context.ranks,
-            attempt=self._context.attempt,
-            background=True,
-        )
+        if not nonfinite:
+            self._pending = self._writer.save(self._store, step, shards, background=True)
 
     def _wait(self) -> str | None:
         """Wait for the snapshot that is being written; return why it failed."""
@@ -184,13 +148,10 @@ def find_snapshot(
 
 
 def _find_damage(folder: Path, rank: int, ranks: int) -> str | None:
-    buffer = bytearray(BLOCK_BYTES)
     try:
         found = load_manifest(folder)
         manifest.check_files(folder, found.files)
-        with CheckpointFiles(folder) as files:
-            for piece in found.pieces[rank::ranks]:
-                deque(verify_piece(files, piece, buffer), maxlen=0)
+        verify_pieces(folder, found.pieces[rank::ranks])
     except DamagedFile as error:
         return error.seen
     return None

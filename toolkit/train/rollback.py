@@ -1,4 +1,5 @@
-"""Decide and record rollbacks: to which checkpoint a run goes back, and which samples it skips from then on.
+"""Roll a run back: decide to which sound checkpoint, load it in the running processes, and skip the samples
+that precede the fault from then on.
 
 ``rollbacks.jsonl`` in the run's directory has a row for each. Checkpoints record the skipped samples too;
 the rows matter for a start from a checkpoint that is older than the rollback.
@@ -6,20 +7,31 @@ the rows matter for a start from a checkpoint that is older than the rollback.
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.directory import newest_sound_step, rewind_to_checkpoint
 from toolkit.checkpoint_folder import step_name
 from toolkit.config.schema import RollbackConfig
 from toolkit.data.order.skipped import SkippedSamples
+from toolkit.files import write_whole
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sinks.jsonl import encode_row
+from toolkit.observe.context import RankContext
 from toolkit.plan.types import BatchPlan
 from toolkit.rows import float_of, read_rows
+from toolkit.train import state
 from toolkit.train.nonfinite import Diverged
 from toolkit.train.soundness import Fault, FaultKind
+
+if TYPE_CHECKING:
+    from toolkit.train.build import Training, TrainingHooks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +155,60 @@ def read_rollbacks(file: Path) -> list[Rollback]:
 
 
 def append_rollback(file: Path, rollback: Rollback) -> None:
-    """Append a row; it is durable when this returns."""
-    with file.open("ab") as opened:
-        opened.write(encode_row({**asdict(rollback), "skipped": list(rollback.skipped)}))
-        opened.flush()
-        os.fsync(opened.fileno())
+    """Append a row; it is durable when this returns. An incomplete last row is removed."""
+    rows = [*read_rollbacks(file), rollback]
+    write_whole(file, b"".join(encode_row({**asdict(row), "skipped": list(row.skipped)}) for row in rows))
+
+
+def roll_back(training: Training, hooks: TrainingHooks, fault: Fault) -> Iterable[Any]:
+    """Go back to the newest sound checkpoint, and return the samples of the steps after it. Collective.
+
+    Rows and checkpoints of the steps that are repeated move to the folder of this attempt, as a restart moves
+    them. If the process is killed during the rollback, the next start resumes from the same checkpoint; it
+    meets the same fault again unless the rollback is recorded.
+
+    Raises:
+        Diverged: as :func:`decide_rollback`.
+        CheckpointError: the checkpoint is damaged.
+    """
+    context, stream = training.context, training.data.stream
+    plan, directory, attempt = context.plan, context.directory, context.attempt
+    hooks.checkpoints.wait()
+    decided = decide_rollback(
+        fault,
+        target=agreed_sound_step(context),
+        earlier=training.rollbacks,
+        settings=plan.config.train.rollback,
+        batch=plan.batch,
+        skipped=stream.skipped,
+        attempt=attempt,
+    )
+    step = decided.checkpoint_step
+    folder = directory.checkpoints / step_name(step)
+    training.monitor.recorder.discard_steps()
+    reader = open_reader(folder, state.namespace(plan), plan.shape)
+    stream.close()
+    hooks.all.on_rollback(folder)
+    training.sink.flush()
+    if context.rank == 0:
+        aside = directory.set_aside_folder(attempt)
+        rewind_to_checkpoint(directory.checkpoints, folder, step, aside)
+        directory.cut_rows_after(step, attempt)
+        append_rollback(directory.rollbacks_file, decided)
+        alert = decided.to_alert()
+        training.monitor.alert(alert)
+        log.warning(f"{fault.cause}: {alert.cause}")
+    training.rollbacks.append(decided)
+    training.engine.load(reader)
+    training.monitor.hangs.beat(f"loading {folder.name}")
+    training.state.step = step
+    stream.skipped = stream.skipped.add([decided.skipped])
+    hooks.all.load_state_dict(state.hook_states(reader))
+    return stream.steps(step)
+
+
+def agreed_sound_step(context: RankContext) -> int | None:
+    """Return the newest step whose checkpoint every rank finds sound; None if there is none. Collective."""
+    own = newest_sound_step(context.directory.checkpoints)
+    (lowest,) = context.all_reduce_flags([1 if own is None else -own])
+    return None if lowest > 0 else -lowest

@@ -35,7 +35,7 @@ from toolkit.train.resume import (
     restore_stream,
     set_aside_later_checkpoints,
 )
-from toolkit.train.rewind import roll_back
+from toolkit.train.rollback import roll_back
 from toolkit.train.uploads import open_checkpoint_store
 from toolkit.train.user_hooks import EndRequest
 from toolkit.train.user_task import build_metrics, build_user_task, describe_task

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
 from toolkit.checkpoint_folder import step_of
 from toolkit.config.checkpoint import parse_cadence
 from toolkit.config.schema import OnNonfinite
-from toolkit.data.registry import SampleStream
-from toolkit.engine.protocol import Engine
 from toolkit.hooks import CompletedStep, Hook, SaveObserver
-from toolkit.observe.context import RankContext
 from toolkit.step_parts import CHECKPOINT
-from toolkit.train import state
 from toolkit.train.metric_tracking import BestCheckpoints
 from toolkit.train.nonfinite import Diverged, finite_on_all_ranks
 from toolkit.train.soundness import Fault, FaultKind, RollbackRequired
+from toolkit.train.state import StateWriter
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +49,8 @@ class Checkpoints(Hook):
     steps follow.
 
     Args:
-        flush: called before a save, so that the rows up to the checkpoint are written if the run is killed
-            later.
         on_checkpoint: receives the path of each complete checkpoint.
         observers: receive the timing of saves.
-        hook_states: returns what the hooks store in a checkpoint. May be collective.
         sound: returns whether the steps since the newest checkpoint are sound.
         best: ranks checkpoints by a metric; None: all are alike.
 
@@ -69,24 +62,19 @@ class Checkpoints(Hook):
 
     def __init__(
         self,
-        context: RankContext,
-        engine: Engine,
+        writer: StateWriter,
         store: CheckpointStore,
-        stream: SampleStream,
         timer: SaveTimer,
         *,
-        flush: Callable[[], None],
         on_checkpoint: Callable[[Path], None],
         observers: Sequence[SaveObserver] = (),
-        hook_states: Callable[[], Mapping[str, Any]] = dict,
         sound: Callable[[], bool] = lambda: True,
         best: BestCheckpoints | None = None,
     ) -> None:
         self.skipped_last_save = False
-        self._context, self._plan, self._engine, self._store = context, context.plan, engine, store
-        self._stream, self._timer = stream, timer
-        self._flush, self._on_checkpoint, self._observers = flush, on_checkpoint, observers
-        self._hook_states, self._sound, self._best = hook_states, sound, best
+        self._writer, self._store, self._timer = writer, store, timer
+        self._context, self._plan = writer.context, writer.context.plan
+        self._on_checkpoint, self._observers, self._sound, self._best = on_checkpoint, observers, sound, best
         self._every_steps = parse_cadence(self._plan.config.checkpoint.every).steps
         self._pending: PendingSave | None = None
         self._failed = False
@@ -121,7 +109,7 @@ class Checkpoints(Hook):
         """Save the state; ``last`` if this attempt makes no later save."""
         start, step = time.monotonic(), completed.step
         self._finish_pending()
-        shards = self._engine.shards()
+        shards = self._writer.engine.shards()
         if not finite_on_all_ranks(shards, self._context.all_reduce_flags):
             reason = f"after step {step} weights or the optimizer's state are not finite, and are not saved"
             if self._plan.config.train.on_nonfinite is OnNonfinite.rollback:
@@ -139,30 +127,16 @@ class Checkpoints(Hook):
                 raise Diverged(reason, weights_finite=False)
             self._warn(reason)
             return
-        self._flush()
         for observer in self._observers:
             observer.on_save_start(step)
-        best_steps = self._best.steps(step) if self._best is not None else []  # before the hooks' states
-        scalars = state.scalars(
-            self._plan,
-            state.TrainState(step),
-            self._stream.fingerprint(),
-            self._stream.state(step),
-            self._engine.scalars(),
-            self._hook_states(),
-            sound=self._sound(),
-        )
         background = self._plan.saves.background and not last and not self._failed
-        self._pending = self._store.save(
+        self._pending = self._writer.save(
+            self._store,
             step,
             shards,
-            scalars,
-            namespace=state.namespace(self._plan),
-            rank=self._context.rank,
-            ranks=self._context.ranks,
-            attempt=self._context.attempt,
+            sound=self._sound(),
             background=background,
-            best=best_steps,
+            best=self._best.steps(step) if self._best is not None else [],  # before the hooks' states
         )
         self._timer.restart()
         if not background:

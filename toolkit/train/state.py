@@ -1,4 +1,4 @@
-"""The training state, the scalars that a checkpoint records, and the checks before a run continues from one.
+"""The training state, how it is written, and the checks before a run continues from a checkpoint.
 
 Everything follows from the number of completed steps: the consumed samples (``BatchPlan.at``), the learning
 rate, the dropout seed of each step. The state is therefore that number, and a checkpoint records the rest to
@@ -9,16 +9,20 @@ of the steps before it, and a fork continues at the next sample.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from toolkit import families
+from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
 from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIM_SETTINGS, SOUND, STEP
-from toolkit.checkpoint.shard import StateReader
+from toolkit.checkpoint.shard import Shard, StateReader
 from toolkit.checkpoint.source import MODEL
+from toolkit.data.registry import SampleStream
+from toolkit.engine.protocol import Engine
 from toolkit.errors import CheckpointError, Problem
+from toolkit.observe.context import RankContext
 from toolkit.paths import Location
 from toolkit.plan.batch import continue_batch
 from toolkit.plan.schedule import learning_rate
@@ -95,6 +99,61 @@ def scalars(
         f"the engine's scalars take the run's names {sorted(own.keys() & engine.keys())}"
     )
     return {**own, **engine}
+
+
+@dataclass(frozen=True, slots=True)
+class StateWriter:
+    """Writes what this rank contributes to a checkpoint.
+
+    Attributes:
+        flush: called before a save, so that the rows up to it are written if the run is killed later.
+        hook_states: returns what the hooks store. May be collective.
+    """
+
+    context: RankContext
+    engine: Engine
+    stream: SampleStream
+    flush: Callable[[], None]
+    hook_states: Callable[[], Mapping[str, Any]] = dict
+
+    def save(
+        self,
+        store: CheckpointStore,
+        step: int,
+        shards: Sequence[Shard],
+        *,
+        sound: bool | None = None,
+        background: bool,
+        best: Sequence[int] = (),
+    ) -> PendingSave:
+        """Save the state after ``step`` optimizer steps, as ``CheckpointStore.save``. Collective.
+
+        Args:
+            shards: those of the engine.
+            sound: as in :func:`scalars`.
+        """
+        self.flush()
+        context, plan = self.context, self.context.plan
+        recorded = scalars(
+            plan,
+            TrainState(step),
+            self.stream.fingerprint(),
+            self.stream.state(step),
+            self.engine.scalars(),
+            self.hook_states(),
+            sound=sound,
+        )
+        return store.save(
+            step,
+            shards,
+            recorded,
+            namespace=namespace(plan),
+            rank=context.rank,
+            ranks=context.ranks,
+            attempt=context.attempt,
+            background=background,
+            best=best,
+        )
 
 
 def hook_states(reader: StateReader) -> Mapping[str, Any]:

@@ -10,10 +10,12 @@ from pathlib import Path
 from toolkit.checkpoint.directory import is_sound
 from toolkit.checkpoint.remote.pointer import SUBJECT, Start, Writer
 from toolkit.checkpoint.remote.source import locate
-from toolkit.checkpoint.remote.upload import Uploader, UploadSettings, read_run_name
-from toolkit.checkpoint.remote.writer import StoreState, TakenStore, take_over
+from toolkit.checkpoint.remote.take_over import StoreState, TakenStore, take_over
+from toolkit.checkpoint.remote.upload import Uploader, UploadSettings
+from toolkit.checkpoint.remote.upload_folder import UploadFolder
 from toolkit.checkpoint_folder import find_newest, step_of
 from toolkit.config.urls import is_url
+from toolkit.engine.rank_sync import broadcast_value
 from toolkit.errors import UserError
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.alert import Alert, Level
@@ -23,7 +25,6 @@ from toolkit.progress import duration
 from toolkit.remote.objects import WRITE_LIMITS, StoreObjects
 from toolkit.remote.storage import StorageError, parse_location
 from toolkit.rundir.directory import RunDirectory
-from toolkit.train.user_hooks import broadcast_value
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def open_checkpoint_store(
 ) -> OpenedStore | None:
     """Open ``checkpoint.url``; None without one. Collective.
 
-    Rank 0 takes over as the writer: ``checkpoint/remote/writer.py``.
+    Rank 0 takes over as the writer: ``checkpoint/remote/take_over.py``.
 
     Raises:
         UserError: On every rank: the store refuses, or another run writes there. StorageError: It does not
@@ -88,7 +89,9 @@ def _take_over(plan: RunPlan, directory: RunDirectory, url: Url, attempt: int) -
             explicit = found.checkpoint
     local = find_newest(directory.checkpoints).checkpoint
     start = Start(
-        writer=Writer(run=read_run_name(directory.uploads), identity=plan.identity, attempt=attempt),
+        writer=Writer(
+            run=UploadFolder(directory.uploads).run_name(), identity=plan.identity, attempt=attempt
+        ),
         resume=config.resume,
         local_step=step_of(local) if local is not None else None,
         explicit=explicit,
@@ -101,7 +104,6 @@ class CheckpointUploads(Hook):
     """Upload each complete checkpoint in the background, and wait for the last one at the end.
 
     Args:
-        settings: Returns the settings with the given ``on_delay``.
         alert: Takes an alert if uploads are delayed.
         seconds_left: As in :func:`toolkit.train.run.run`.
         only_sound: Leave out checkpoints that are not sound. A rollback goes back behind them, and the store
@@ -111,17 +113,17 @@ class CheckpointUploads(Hook):
     def __init__(
         self,
         store: OpenedStore,
-        settings: Callable[..., UploadSettings],
+        settings: UploadSettings,
         alert: Callable[[Alert], None],
         seconds_left: Callable[[], float | None],
         *,
         only_sound: bool = False,
     ) -> None:
-        self._url, self._alert, self._seconds_left = store.url, alert, seconds_left
+        self._store, self._alert, self._seconds_left = store, alert, seconds_left
         self._only_sound = only_sound
         self._step = 0
         self.uploader = Uploader(
-            StoreObjects(store.url, SUBJECT, WRITE_LIMITS), settings(on_delay=self._on_delay), store.state
+            StoreObjects(store.url, SUBJECT, WRITE_LIMITS), settings, store.state, self._on_delay
         )
 
     def on_start(self, step: int) -> None:
@@ -141,14 +143,14 @@ class CheckpointUploads(Hook):
         complete = self.uploader.close(self._seconds_left)
         if self.uploader.error is not None:
             raise self.uploader.error
-        if not complete:
+        if not complete and self._store.state is not None:  # once over all ranks
             log.warning(
-                f"the newest checkpoint is not in {self._url} yet; it is in the run's folder, and the same "
-                "command uploads it"
+                f"the newest checkpoint is not in {self._store.url} yet; it is in the run's folder, "
+                "and the same command uploads it"
             )
 
     def _on_delay(self, failure: str, seconds: float) -> None:
-        log.warning(f"the upload to {self._url} is delayed and will be repeated: {failure}")
+        log.warning(f"the upload to {self._store.url} is delayed and will be repeated: {failure}")
         if seconds < DELAY_SECONDS:
             return
         self._alert(
@@ -159,7 +161,7 @@ class CheckpointUploads(Hook):
                 step=self._step,
                 cause="checkpoints are not reaching the store; they are complete in the run's folder",
                 evidence=f"nothing was uploaded for {duration(seconds)}; the last failure: {failure}",
-                next_step=f"check the store and the credentials of checkpoint.url={self._url}; training "
-                "continues, and the upload too once the store answers",
+                next_step=f"check the store and the credentials of checkpoint.url={self._store.url}; "
+                "training continues, and the upload too once the store answers",
             )
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit.config.schema import RunConfig
 from toolkit.config.user_objects import hook_ranks
+from toolkit.engine.rank_sync import broadcast_value
 from toolkit.errors import ConfigError, Problem
 from toolkit.hooks import CompletedStep, Hook, HookContext
 from toolkit.monitor.sink import Kind, Row, Sink
@@ -270,12 +271,3 @@ def _end_logger(key: str, end: EndRequest) -> Callable[[str], None]:
         end.request(f"{key}: {reason}")
 
     return request_stop
-
-
-def broadcast_value(value: Any, source: int) -> Any:
-    """Return ``value`` of rank ``source`` on every rank. Collective."""
-    import torch.distributed as dist
-
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values[source]

@@ -37,9 +37,8 @@ class ImageClassificationTask(Task):
         self._classes = count_classes(manifest)
         statistics = manifest.split("train").statistics[IMAGE]
         self._mean = _by_band(statistics.mean)
-        self._scale = _by_band(
-            [1 / std if std else 1.0 for std in statistics.std]
-        )  # a constant band has no std
+        # a constant band has no std
+        self._scale = _by_band([1 / std if std else 1.0 for std in statistics.std])
 
     def collate(self, samples: Any) -> Mapping[str, torch.Tensor]:
         """Collate structs [images] with ``image`` and ``label``.

@@ -277,9 +277,8 @@ def measure_copy_rate(source: Location, target: Path | None) -> tuple[float | No
     temporary = target / f".{os.getpid()}.reshard-probe"
     count = 0
     with largest.open("rb", buffering=0) as read:
-        os.posix_fadvise(
-            read.fileno(), 0, PROBE_BYTES, os.POSIX_FADV_DONTNEED
-        )  # drop cached pages, as of a source that was not read before
+        # drop cached pages, as of a source that was not read before
+        os.posix_fadvise(read.fileno(), 0, PROBE_BYTES, os.POSIX_FADV_DONTNEED)
         began = time.monotonic()
         try:
             with temporary.open("wb", buffering=0) as written:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -18,14 +18,16 @@ from typing import Any
 
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, manifest
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, TensorPiece
-from toolkit.checkpoint.file_reader import CheckpointFiles, verify_piece
+from toolkit.checkpoint.catalog import DamagedFile, TensorPiece
+from toolkit.checkpoint.file_reader import verify_pieces
 from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.online.liveness import has_died, hold_liveness_lock
 from toolkit.checkpoint.online.writing import WriteItem, write_data_file
 from toolkit.checkpoint.planner import MAX_PROBLEMS, find_coverage_errors
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
+
+log = logging.getLogger(__name__)
 
 FAILED = "failed.json"
 LIVENESS_CHECK_SECONDS = 1.0  # between checks that awaited ranks are alive
@@ -322,13 +324,10 @@ def _is_already_saved(save: RankSave) -> bool:
     """Return whether an intact checkpoint of this step and namespace exists."""
     if not save.target.exists():
         return False
-    buffer = bytearray(BLOCK_BYTES)
     try:
         found = directory.load_manifest(save.target)
         manifest.check_files(save.target, found.files)
-        with CheckpointFiles(save.target) as files:
-            for piece in found.pieces:
-                deque(verify_piece(files, piece, buffer), maxlen=0)
+        verify_pieces(save.target, found.pieces)
     except DamagedFile:
         return False
     if found.namespace != save.namespace:
@@ -368,7 +367,11 @@ def _apply_retention(save: RankSave) -> None:
     )
     for step in removable:
         removed = save.directory / f"{checkpoint_folder.REMOVED}{committed[step].name}"
-        committed[step].rename(removed)
+        try:
+            committed[step].rename(removed)
+        except OSError as error:
+            log.warning(f"{committed[step]} could not be removed, and the next save tries again: {error}")
+            continue
         save.on_phase(SavePhase.RETENTION)
         shutil.rmtree(removed, ignore_errors=True)
 

@@ -5,10 +5,9 @@ Ranks communicate through files in a temporary folder named after the step, the 
 save, so that files of a dead attempt are never used:
 
     every rank  write part-NNNNN.safetensors, sync it, then write report-NNNNN.json with the list of its
-    pieces
+                pieces
     rank 0      wait for all reports, prove coverage, write manifest.json, sync, rename the folder to
-    step-NNNNNNNN,
-                write ``latest``, apply retention
+                step-NNNNNNNN, write ``latest``, apply retention
     others      wait until the temporary folder is gone (committed) or contains ``failed.json``
 """
 
@@ -22,13 +21,11 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from toolkit import checkpoint_folder
-from toolkit.checkpoint import directory
 from toolkit.checkpoint.file_reader import view_box
 from toolkit.checkpoint.online.commit import RankSave, SavePhase, run_save
 from toolkit.checkpoint.online.writing import HostSnapshot, WriteItem
 from toolkit.checkpoint.planner import boxes_to_write, shift_box
 from toolkit.checkpoint.shard import Shard
-from toolkit.paths import Location
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +67,7 @@ class CheckpointStore:
         keep_last, keep_every: See ``directory.removable_steps``.
         timeout_seconds: Maximum time that ranks wait for each other in a save.
         staging_bytes: Maximum size of the copy of a save in the background; None: unlimited. More state is
-        saved
-            in the foreground.
+            saved in the foreground.
         on_phase: Called with each phase from the writing thread, for crash tests.
         in_use: Returns the steps of checkpoints that are being read, which retention keeps.
     """
@@ -133,9 +129,8 @@ class CheckpointStore:
         self.wait()
         target = self.directory / checkpoint_folder.step_name(step)
         if self._pending is not None and self._pending.path == target and self._pending.error is None:
-            return (
-                self._pending
-            )  # this state is already saved: a periodic save may coincide with the end of the run
+            # this state is already saved: a periodic save may coincide with the end of the run
+            return self._pending
         outgoing = [
             WriteItem(
                 shard.key,
@@ -192,14 +187,6 @@ class CheckpointStore:
         """
         self.wait()
         self._pending = None
-
-    def newest(self) -> Location | None:
-        """Return the checkpoint to resume from. Raises CheckpointError if the files disagree."""
-        return checkpoint_folder.newest_checkpoint(self.directory)
-
-    def complete(self) -> list[Path]:
-        """Return complete checkpoints in ascending order of steps."""
-        return directory.complete_checkpoints(self.directory)
 
 
 def _in_thread(work: Callable[[], None], name: str) -> Future[float]:

@@ -1,14 +1,7 @@
 """Upload the checkpoints that a run has committed on its disk, without delaying training.
 
-Every rank has one thread. Rank 0 decides which checkpoint is sent; the others follow it through files next
-to the run's checkpoints, as ranks do in a save:
-
-    uploads/run.json                            a random name of this run directory
-    uploads/wanted.json                         from rank 0: the checkpoint to send, or that nothing follows
-    uploads/step-00000100-0f1e2d3c4b5a/         one record of each object that was sent: size and version
-    uploads/failing-00001                       there while uploads of rank 1 fail; not empty if its file is
-                                                damaged on disk
-    uploads/pending                             there while the newest checkpoint is not in the store
+Every rank has one thread. Rank 0 decides which checkpoint is sent; the others follow it through files in
+``uploads`` (``upload_folder.py``), as ranks do in a save:
 
     every rank  sends the files that it wrote (file i of the checkpoint is of rank i modulo ranks)
     rank 0      waits for all records, lists the store and compares sizes and versions; sends the manifest;
@@ -22,23 +15,19 @@ is not sent again. Failures delay an upload, without end; training goes on.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile
+from toolkit.checkpoint.catalog import DamagedFile
 from toolkit.checkpoint.directory import load_manifest
-from toolkit.checkpoint.file_reader import CheckpointFiles, verify_piece
+from toolkit.checkpoint.file_reader import verify_pieces
 from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.remote.pointer import (
     POINTER,
@@ -50,17 +39,17 @@ from toolkit.checkpoint.remote.pointer import (
     removable_folders,
     writer_error,
 )
-from toolkit.checkpoint.remote.writer import StoreState
+from toolkit.checkpoint.remote.take_over import StoreState
+from toolkit.checkpoint.remote.upload_folder import UploadFolder, WantedUpload
 from toolkit.checkpoint_folder import step_of
 from toolkit.errors import UserError
-from toolkit.files import write_whole
 from toolkit.progress import duration, quantity, report_progress
 from toolkit.remote.objects import Conflict, ObjectVersion, StoreObjects
 
 log = logging.getLogger(__name__)
 
-WANTED, PENDING = "wanted.json", "pending"
 POLL_SECONDS = 0.5
+READS_PER_SECOND = 100.0  # of all ranks together, from a file system that they share during the whole run
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 60.0  # after a failure; doubled up to the maximum
 END_OUTAGE_SECONDS = 600.0  # after the last step: give up if nothing succeeded for this long
 
@@ -87,8 +76,6 @@ class UploadSettings:
         folder: The run's ``uploads`` folder.
         attempt: Number of this start of the run.
         keep_last, keep_every: See ``directory.removable_steps``.
-        on_delay: Called on rank 0 when an upload fails, with the failure and the seconds since uploads began
-            to fail.
         on_phase: For crash tests.
         pause_seconds: After the first failure.
     """
@@ -100,7 +87,6 @@ class UploadSettings:
     attempt: int
     keep_last: int
     keep_every: int
-    on_delay: Callable[[str, float], None] = lambda failure, seconds: None
     on_phase: Callable[[UploadPhase], None] = lambda phase: None
     pause_seconds: float = FIRST_PAUSE_SECONDS
 
@@ -108,24 +94,34 @@ class UploadSettings:
 class Uploader:
     """The thread of one rank. ``state`` is None except on rank 0.
 
+    Args:
+        on_delay: Called on rank 0 when an upload fails, with the failure and the seconds since uploads began
+            to fail.
+
     Attributes:
         error: Why this run may not write any more; the caller ends the run with it.
     """
 
-    def __init__(self, objects: StoreObjects, settings: UploadSettings, state: StoreState | None) -> None:
+    def __init__(
+        self,
+        objects: StoreObjects,
+        settings: UploadSettings,
+        state: StoreState | None,
+        on_delay: Callable[[str, float], None] = lambda failure, seconds: None,
+    ) -> None:
         self.error: UserError | None = None
-        self._objects, self._settings, self._state = objects, settings, state
+        self._objects, self._settings, self._state, self._on_delay = objects, settings, state, on_delay
+        self._folder = UploadFolder(settings.folder)
         self._newest: Path | None = None  # the checkpoint to send next, of rank 0
-        self._lock = threading.Lock()  # of _newest and the file PENDING
+        self._lock = threading.Lock()  # of _newest, and whether it is pending
         self._in_use: int | None = None
         self._number = 0
         self._closing, self._give_up = threading.Event(), threading.Event()
         self._wake = threading.Event()
         self._failing_since: float | None = None  # of rank 0
-        settings.folder.mkdir(parents=True, exist_ok=True)
         if state is not None:
-            for left in settings.folder.glob("failing-*"):  # of an earlier attempt
-                left.unlink(missing_ok=True)
+            for rank in self._folder.failing_ranks():  # in an earlier attempt
+                self._folder.clear_failing(rank)
         work = self._follow if state is None else self._lead
         self._thread = threading.Thread(target=work, name="upload", daemon=True)
         self._thread.start()
@@ -137,7 +133,7 @@ class Uploader:
         with self._lock:
             self._newest = checkpoint
             with suppress(OSError):  # the disk may be full; the checkpoint is complete
-                write_whole(self._settings.folder / PENDING, f"{checkpoint.name}\n", durable=False)
+                self._folder.set_pending(checkpoint)
         self._wake.set()
 
     def steps_in_use(self) -> Collection[int]:
@@ -169,7 +165,7 @@ class Uploader:
                 break
         if self._state is not None and self._give_up.is_set():
             self._announce_end()
-        return not (self._settings.folder / PENDING).exists()
+        return not self._folder.pending
 
     # ---- rank 0
 
@@ -177,8 +173,7 @@ class Uploader:
         pause = self._settings.pause_seconds
         checkpoint: Path | None = None
         while not self._give_up.is_set():
-            if checkpoint is None:
-                checkpoint = self._take_newest()
+            checkpoint = checkpoint or self._take_newest()
             if checkpoint is None:
                 if self._closing.is_set():
                     break
@@ -187,7 +182,6 @@ class Uploader:
                 continue
             try:
                 self._upload(checkpoint)
-                checkpoint, self._in_use, pause = None, None, self._settings.pause_seconds
             except Conflict:
                 self.error = self._conflict()
                 break
@@ -195,10 +189,12 @@ class Uploader:
                 self._report_failure(_describe(error))
                 if isinstance(error, (DamagedFile, FileNotFoundError)):  # repeating may not help
                     newer = self._take_newest()
-                    if newer is not None or checkpoint is None or not checkpoint.is_dir():
+                    if newer is not None or not checkpoint.is_dir():
                         checkpoint = newer
                 self._give_up.wait(pause)
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
+            else:
+                checkpoint, self._in_use, pause = None, None, self._settings.pause_seconds
         self._in_use = None
         self._announce_end()
 
@@ -212,9 +208,8 @@ class Uploader:
         assert self._state is not None
         settings, begin = self._settings, time.monotonic()
         self._in_use = step_of(checkpoint)  # before its files are looked at
-        content = (checkpoint / manifest.NAME).read_bytes()
+        content, stored = _read_manifest(checkpoint)
         written = load_manifest(checkpoint)
-        stored = StoredCheckpoint(written.step, hash_manifest(content))
         if self._state.pointer.checkpoint != stored or self._state.pointer.went_back:
             self._announce(checkpoint, stored)
             self._send_files(checkpoint, stored, written)
@@ -234,19 +229,19 @@ class Uploader:
             )
         with self._lock:
             if self._newest is None:
-                (settings.folder / PENDING).unlink(missing_ok=True)
+                self._folder.clear_pending()
         self._apply_retention(stored, written)
         self._failing_since = None
 
     def _announce(self, checkpoint: Path | None, stored: StoredCheckpoint | None = None) -> None:
         self._number += 1
-        wanted = {
-            "attempt": self._settings.attempt,
-            "number": self._number,
-            "name": None if checkpoint is None else checkpoint.name,
-            "folder": None if stored is None else stored.folder,
-        }
-        write_whole(self._settings.folder / WANTED, json.dumps(wanted), durable=False)
+        wanted = WantedUpload(
+            attempt=self._settings.attempt,
+            number=self._number,
+            name=None if checkpoint is None else checkpoint.name,
+            folder=None if stored is None else stored.folder,
+        )
+        self._folder.write_wanted(wanted)
 
     def _announce_end(self) -> None:
         """Let the other ranks end their threads."""
@@ -261,19 +256,19 @@ class Uploader:
         Raises:
             DamagedFile: A file of another rank is damaged on disk, and a newer checkpoint waits.
         """
-        reported = -MAX_PAUSE_SECONDS
-        while any(self._record(stored, record.file) is None for record in files):
+        reported, missing = -MAX_PAUSE_SECONDS, list(files)
+        while missing := [record for record in missing if self._folder.record(stored, record) is None]:
             if self._give_up.is_set():
                 raise IncompleteUpload("there is no time left")
-            failing = sorted(self._settings.folder.glob("failing-*"))
+            failing = self._folder.failing_ranks()
             if not failing:
                 self._failing_since = None
             elif time.monotonic() - reported > MAX_PAUSE_SECONDS:
                 reported = time.monotonic()
-                self._report_failure(f"uploads of rank {int(failing[0].name.partition('-')[2])} fail")
-            if self._newest is not None and any(file.stat().st_size for file in failing):
+                self._report_failure(f"uploads of rank {min(failing)} fail")
+            if self._newest is not None and any(failing.values()):
                 raise DamagedFile(stored.folder, "a file of another rank is damaged", "files stay as written")
-            time.sleep(POLL_SECONDS / 5)
+            time.sleep(poll_seconds(self._settings.ranks) / 5)
 
     def _verify(self, stored: StoredCheckpoint, files: Collection[FileRecord]) -> None:
         """Raise IncompleteUpload unless every object is there with its size and the version that was sent."""
@@ -281,10 +276,10 @@ class Uploader:
         wrong = []
         for record in files:
             entry = found.get(f"{stored.folder}/{record.file}")
-            sent = self._record(stored, record.file)
+            sent = self._folder.record(stored, record)
             if entry is None or entry.bytes != record.bytes or not _same_version(sent, entry.version):
                 wrong.append(record.file)
-                self._record_file(stored, record.file).unlink(missing_ok=True)
+                self._folder.remove_record(stored, record)
         if wrong:
             raise IncompleteUpload(f"{', '.join(wrong[:3])} of {stored.folder} differ from what was sent")
 
@@ -305,17 +300,13 @@ class Uploader:
             for name in objects:
                 self._settings.on_phase(UploadPhase.RETENTION)
                 self._objects.delete(name)
-        for entry in self._settings.folder.glob("step-*"):
-            if entry.name != stored.folder:
-                for file in entry.iterdir():
-                    file.unlink(missing_ok=True)
-                entry.rmdir()
+        self._folder.keep_only(stored)
 
     def _report_failure(self, failure: str) -> None:
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
-        self._settings.on_delay(failure, now - self._failing_since)
+        self._on_delay(failure, now - self._failing_since)
 
     def _conflict(self) -> UserError:
         other = None
@@ -330,34 +321,31 @@ class Uploader:
 
     def _follow(self) -> None:
         done, pause = 0, self._settings.pause_seconds
-        failing = self._settings.folder / f"failing-{self._settings.rank:05d}"
         while not self._give_up.is_set():
-            wanted = self._wanted()
-            if wanted is None or wanted["number"] == done:
-                time.sleep(POLL_SECONDS)
-                continue
-            if wanted["name"] is None:
-                return
-            checkpoint = self._settings.checkpoints / wanted["name"]
             try:
-                stored = StoredCheckpoint(*_parse_folder(wanted["folder"], checkpoint))
-                self._send_files(checkpoint, stored, load_manifest(checkpoint))
+                wanted = self._folder.read_wanted(self._settings.attempt)
+                if wanted is None or wanted.number == done:
+                    self._give_up.wait(poll_seconds(self._settings.ranks))
+                    continue
+                if wanted.name is None:
+                    return
+                self._send_part(wanted.name, wanted.folder)
+                self._folder.clear_failing(self._settings.rank)
             except Exception as error:  # noqa: BLE001  an upload is repeated, and never ends training
-                failing.write_text("damaged" if isinstance(error, DamagedFile) else "")
+                with suppress(OSError):  # the disk may be full
+                    self._folder.set_failing(self._settings.rank, damaged=isinstance(error, DamagedFile))
                 log.warning(f"rank {self._settings.rank} could not upload its part: {_describe(error)}")
                 self._give_up.wait(pause)
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
             else:
-                failing.unlink(missing_ok=True)
-                done, pause = wanted["number"], self._settings.pause_seconds
+                done, pause = wanted.number, self._settings.pause_seconds
 
-    def _wanted(self) -> dict[str, Any] | None:
-        """Return what rank 0 of this attempt wants, or None before its first word."""
-        try:
-            wanted: dict[str, Any] = json.loads((self._settings.folder / WANTED).read_bytes())
-        except FileNotFoundError:
-            return None
-        return wanted if wanted["attempt"] == self._settings.attempt else None
+    def _send_part(self, name: str, folder: str | None) -> None:
+        checkpoint = self._settings.checkpoints / name
+        _, stored = _read_manifest(checkpoint)
+        if stored.folder != folder:
+            raise IncompleteUpload(f"{checkpoint} is not {folder} any more")
+        self._send_files(checkpoint, stored, load_manifest(checkpoint))
 
     def _send_files(self, checkpoint: Path, stored: StoredCheckpoint, written: Manifest) -> None:
         """Send the files of this rank that the store does not have yet, after checking their hashes."""
@@ -370,34 +358,26 @@ class Uploader:
             settings.on_phase(UploadPhase.FILES)
             _check_file(checkpoint, record, written)
             version = self._objects.upload(f"{stored.folder}/{record.file}", checkpoint / record.file)
-            file = self._record_file(stored, record.file)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            content = {"bytes": record.bytes, "e_tag": version.e_tag, "version": version.version}
-            write_whole(file, json.dumps(content), durable=False)
+            self._folder.write_record(stored, record, version)
 
     def _is_sent(self, stored: StoredCheckpoint, record: FileRecord) -> bool:
-        sent = self._record(stored, record.file)
+        sent = self._folder.record(stored, record)
         if sent is None:
             return False
         found = self._objects.head(f"{stored.folder}/{record.file}")
         return found is not None and found.bytes == record.bytes and _same_version(sent, found.version)
 
-    def _record_file(self, stored: StoredCheckpoint, file: str) -> Path:
-        return self._settings.folder / stored.folder / f"{file.replace('/', '_')}.json"
 
-    def _record(self, stored: StoredCheckpoint, file: str) -> Mapping[str, Any] | None:
-        try:
-            found: dict[str, Any] = json.loads(self._record_file(stored, file).read_bytes())
-        except FileNotFoundError:
-            return None
-        return found
+def poll_seconds(ranks: int) -> float:
+    """Return the pause of a rank between two looks at what rank 0 wants."""
+    return max(POLL_SECONDS, ranks / READS_PER_SECOND)
 
 
-def _same_version(sent: Mapping[str, Any] | None, found: ObjectVersion) -> bool:
+def _same_version(sent: ObjectVersion | None, found: ObjectVersion) -> bool:
     """Return whether an object is the one that was sent. Listings of some stores have no versions."""
     if sent is None:
         return False
-    tags = (sent["e_tag"], found.e_tag)
+    tags = (sent.e_tag, found.e_tag)
     return not all(tags) or len({str(tag).strip('"') for tag in tags}) == 1
 
 
@@ -407,34 +387,19 @@ def _owner(file: str, index: int) -> int:
     return int(digits) if digits.isdigit() else index
 
 
-def _parse_folder(folder: str, checkpoint: Path) -> tuple[int, str]:
-    """Return step and hash of the manifest. Raises IncompleteUpload if the files are of another save."""
+def _read_manifest(checkpoint: Path) -> tuple[bytes, StoredCheckpoint]:
+    """Return the manifest of a checkpoint of the run, and which checkpoint in a store has the same one."""
     content = (checkpoint / manifest.NAME).read_bytes()
-    found = StoredCheckpoint(step_of(checkpoint) or 0, hash_manifest(content))
-    if found.folder != folder:
-        raise IncompleteUpload(f"{checkpoint} is not {folder} any more")
-    return found.step, found.manifest_hash
+    step = step_of(checkpoint)
+    assert step is not None, f"{checkpoint} is a checkpoint of this run"
+    return content, StoredCheckpoint(step, hash_manifest(content))
 
 
 def _check_file(checkpoint: Path, record: FileRecord, written: Manifest) -> None:
     """Raise DamagedFile if a file on disk differs from what was saved: it must not replace a good one."""
     manifest.check_files(checkpoint, [record])
-    buffer = bytearray(min(BLOCK_BYTES, record.bytes))
-    with CheckpointFiles(checkpoint) as files:
-        for piece in written.pieces:
-            if piece.file == record.file:
-                deque(verify_piece(files, piece, buffer), maxlen=0)
+    verify_pieces(checkpoint, (piece for piece in written.pieces if piece.file == record.file))
 
 
 def _describe(error: Exception) -> str:
     return error.problems[0].seen if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-
-
-def read_run_name(folder: Path) -> str:
-    """Return the random name of the run directory with this ``uploads`` folder. The first call creates it."""
-    file = folder / "run.json"
-    if not file.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({"run": os.urandom(8).hex()}) + "\n")
-    name: str = json.loads(file.read_bytes())["run"]
-    return name

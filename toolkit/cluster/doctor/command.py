@@ -187,9 +187,8 @@ class DoctorCommand:
         self._cross_machine += [*cross_node.check_uniformity(machines), *clock_findings]
 
     def _check_this_machine(self, target: DoctorTarget) -> MachineReport:
-        known = tuple(
-            finding for machine in self._machines for finding in machine.findings
-        )  # rank 0 has already checked the rendezvous address
+        # rank 0 has already checked the rendezvous address
+        known = tuple(finding for machine in self._machines for finding in machine.findings)
         checks = [
             check for check in self._checks(target) if not (known and check is network.MASTER_ADDRESS_CHECK)
         ]

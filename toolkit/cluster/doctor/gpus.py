@@ -147,9 +147,8 @@ def _read_gpu(nvml: Any, handle: Any, index: int, name: str) -> GpuState:
     memory = query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     ecc = query(lambda: nvml.nvmlDeviceGetEccMode(handle)[0])
     persistent = query(lambda: nvml.nvmlDeviceGetPersistenceMode(handle))
-    remapped = query(
-        lambda: nvml.nvmlDeviceGetRemappedRows(handle)
-    )  # corrected, uncorrected, pending, failed
+    # corrected, uncorrected, pending, failed
+    remapped = query(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
     bits = query(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
     return GpuState(
         index=index,

@@ -73,9 +73,8 @@ def target_from_overrides(
                 ),
             ),
         )
-    check_startable(
-        config.cluster, launch, replace(machine, torch_has_cuda=True)
-    )  # a torch without CUDA is a separate check
+    # a torch without CUDA is a separate check
+    check_startable(config.cluster, launch, replace(machine, torch_has_cuda=True))
     return _planned(config, detect_world(config.cluster, launch, machine))
 
 

@@ -127,9 +127,8 @@ def _plan_point(point: SweepPoint, machine: MachineInfo, script: str) -> SweepPo
         check_user_code(plan.config)
         check_schedule(plan)
         if not here:
-            backends.get_backend(config.cluster.where).render(
-                create_job(plan, script)
-            )  # raises what the cluster would reject
+            # raises what the cluster would reject
+            backends.get_backend(config.cluster.where).render(create_job(plan, script))
     except UserError as error:
         return replace(point, problems=error.problems)
     return replace(point, plan=plan, problems=plan.warnings)

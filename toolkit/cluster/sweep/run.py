@@ -248,9 +248,8 @@ class _Sweep:
                 try:
                     handle = runners_by_backend[point.plan.config.cluster.where].start(point, claim)
                 except UserError as error:
-                    if (
-                        not self._started
-                    ):  # for example if the cluster does not respond, later points would fail too
+                    # for example if the cluster does not respond, later points would fail too
+                    if not self._started:
                         raise
                     row = make_row(point, self.folder, PointState.REFUSED, str(error), ended=time.time())
                 else:
@@ -364,9 +363,8 @@ class _Sweep:
             return ExitCode.FAILURE
         if PointState.DIVERGED in states:
             return ExitCode.DIVERGED
-        if (
-            PointState.REFUSED in states or not states
-        ):  # refused at its start, by its data or the cluster; or all by their plans
+        # refused at its start, by its data or the cluster; or all by their plans
+        if PointState.REFUSED in states or not states:
             return ExitCode.USER
         return (
             ExitCode.STOPPED

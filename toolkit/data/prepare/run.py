@@ -1,9 +1,9 @@
 """``launch/prepare.py``: make a folder of tokenised shards from text. After a kill it continues where it was.
 
 OUTPUT/train-00000.bin .idx ..., validation-00000 ..., tokenizer/, sources.json, report.json, lengths.png
-OUTPUT/manifest.json      written last: without it the folder is not data OUTPUT/.work/             plan,
-parts and receipts of an unfinished preparation, about as large as the shards, and a copy of an input from a
-store
+OUTPUT/manifest.json    written last: without it the folder is not data
+OUTPUT/.work/           plan, parts and receipts of an unfinished preparation, about as large as the
+                        shards, and a copy of an input from a store
 """
 
 from __future__ import annotations

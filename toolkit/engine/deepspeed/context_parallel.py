@@ -84,9 +84,8 @@ def ulysses_attention(
     from deepspeed.sequence.layer import DistributedAttention
 
     group = parallel_state_sp.get_sequence_parallel_group()
-    if key.shape[1] % dist.get_world_size(
-        group
-    ):  # a rank needs whole heads, so repeat them for each query head
+    # a rank needs whole heads, so repeat them for each query head
+    if key.shape[1] % dist.get_world_size(group):
         shared = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     whole = DistributedAttention(_local_attention, group, scatter_idx=2, gather_idx=1)

@@ -38,9 +38,8 @@ class SlowCheckpoint(Detector):
     kinds = (Kind.LEDGER,)
 
     def __init__(self) -> None:
-        self._saves: deque[tuple[float, float, float]] = deque(
-            maxlen=12
-        )  # seconds of each save, the same corrected, and since the save before
+        # seconds of each save, the same corrected, and since the save before
+        self._saves: deque[tuple[float, float, float]] = deque(maxlen=12)
         self._since = 0.0
 
     def check(self, kind: Kind, row: Row) -> Alert | None:

@@ -48,9 +48,8 @@ class NonFinite(Detector):
                 self._since.pop(name, None)
         if not broken:
             return None
-        first = min(
-            broken, key=lambda name: self._since[name]
-        )  # within one step the loss, which is computed first
+        # within one step the loss, which is computed first
+        first = min(broken, key=lambda name: self._since[name])
         what = "loss" if first == "loss" else "gradient norm"
         began = self._since[first]
         where_from = "forward produced it" if first == "loss" else "backward produced it from a finite loss"

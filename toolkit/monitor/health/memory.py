@@ -73,9 +73,8 @@ class MemoryGrowth(Detector):
         ):
             return None
         grown = [after - before for before, after in itertools.pairwise(sizes) if after > before]
-        if len(grown) < self.GREW or median(grown) * WINDOW < 0.5 * (
-            sizes[-1] - sizes[0]
-        ):  # one jump among small increases
+        # one jump among small increases
+        if len(grown) < self.GREW or median(grown) * WINDOW < 0.5 * (sizes[-1] - sizes[0]):
             return None
         return self._alert(step, sizes[0], sizes[-1], WINDOW)
 

@@ -112,9 +112,8 @@ class Straggler(Detector):
         if row["ranks"] < 2 or not self._warm_up.over():
             return None
         its, middle = row["slowest_busy_seconds"], row["median_busy_seconds"]
-        others = (
-            max(0.0, 2 * middle - its) if row["ranks"] == 2 else middle
-        )  # with two ranks the median is their mean
+        # with two ranks the median is their mean
+        others = max(0.0, 2 * middle - its) if row["ranks"] == 2 else middle
         entry = (row["slowest_rank"], cost_of_row(row, 1).corrected(its), its, others)
         group = self._groups.add(row["wall_seconds"], entry)
         if group is None:

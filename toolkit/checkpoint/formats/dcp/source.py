@@ -6,7 +6,7 @@ with any prefix (``model.``, ``app.model.``, ``optim.``):
     model.NAME                      a parameter, by its name in transformers
     optim.state.NAME.exp_avg        an optimizer state of it, or its ``step``
     optim.param_groups.0.lr         optimizer settings; with flatten_optimizer_state_dict the name replaces
-    the number
+                                    the number
 
 Any sharding is supported, since a chunk is a box. The format does not record the training step; the
 optimizer's step is used.

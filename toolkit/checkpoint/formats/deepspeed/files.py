@@ -1,15 +1,14 @@
 """The files of a DeepSpeed checkpoint: which ones must exist, for which ranks, and their content without
 tensors' bytes.
 
-    latest                                                          the tag: folder of the newest checkpoint
-    TAG/mp_rank_MM_model_states.pt                                  ZeRO 0-2: model of model-parallel rank MM
-    (tensor ranks of
-                                                                    each stage in turn), counts, in stage 0
-                                                                    the optimizer
-    TAG/zero_pp_rank_D_mp_rank_MM_model_states.pt                   ZeRO 3: the same without weights, for each
-    data rank D
-    TAG/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt            ZeRO's partitions
-    TAG/layer_NN[-model_TT]-model_states.pt                         a pipeline's layers, of tensor rank TT
+    latest                                                  the tag: folder of the newest checkpoint
+    TAG/mp_rank_MM_model_states.pt                          ZeRO 0-2: model of model-parallel rank MM (tensor
+                                                            ranks of each stage in turn), counts, in stage 0
+                                                            the optimizer
+    TAG/zero_pp_rank_D_mp_rank_MM_model_states.pt           ZeRO 3: the same without weights, for each data
+                                                            rank D
+    TAG/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt    ZeRO's partitions
+    TAG/layer_NN[-model_TT]-model_states.pt                 a pipeline's layers, of tensor rank TT
 
 Sources: ``deepspeed/runtime/engine.py`` (``_get_ckpt_name``, ``_get_zero_ckpt_name``,
 ``_common_checkpoint_state``, ``_save_zero_checkpoint``), ``deepspeed/runtime/pipe/module.py``

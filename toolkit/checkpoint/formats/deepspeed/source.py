@@ -336,9 +336,8 @@ def read_loss_scaler(optimizer: Mapping[str, object]) -> dict[str, object] | Non
 def _common_count(models: Sequence[SavedFile], key: str) -> int:
     values = {file.content.get(key) for file in models}
     value = values.pop()
-    if (
-        values or not isinstance(value, (int, float)) or value != int(value)
-    ):  # with context parallelism DeepSpeed counts samples as floats
+    # with context parallelism DeepSpeed counts samples as floats
+    if values or not isinstance(value, (int, float)) or value != int(value):
         raise DamagedFile(
             models[0].name,
             f"{key} is {sorted(map(str, {value, *values}))} in the models' files",

@@ -1,14 +1,12 @@
 """Write checkpoints that DeepSpeed 0.19 loads itself with ``engine.load_checkpoint(PATH)``, at the stage and
 layout of the target.
 
-    PATH/latest                                                        the tag: global_step4
-    PATH/global_step4/mp_rank_00_model_states.pt                       weights; without ZeRO the optimizer's
-    state too
-    PATH/global_step4/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt the optimizer's part of one of ZeRO's
-    ranks
-    PATH/global_step4/zero_pp_rank_0_mp_rank_00_model_states.pt        ZeRO 3, replaces mp_rank_00_...: names,
-    no weights
-    PATH/global_step4/layer_00-model_states.pt                         weights of a pipeline stage
+    PATH/latest                                             the tag: global_step4
+    PATH/global_step4/
+        mp_rank_00_model_states.pt                          weights; without ZeRO the optimizer's state too
+        [bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt    the optimizer's part of one of ZeRO's ranks
+        zero_pp_rank_0_mp_rank_00_model_states.pt           ZeRO 3, replaces mp_rank_00_...: names, no weights
+        layer_00-model_states.pt                            weights of a pipeline stage
 
 They fit an engine that this toolkit builds for the model (see ``target_layout.py``), with DeepSpeed's
 defaults. Imports no torch.
@@ -253,15 +251,12 @@ class _TargetFiles:
     folder: str
     flats: dict[int, tuple[FlatBuffer, ...]]  # buffers by model rank
     files: list[TargetFile] = field(default_factory=list)
-    _whole: dict[TensorKey, list[tuple[TargetParameter, str, int]]] = field(
-        default_factory=dict
-    )  # file and first byte
-    _in_flats: dict[str, list[tuple[int, FlatBuffer, int]]] = field(
-        default_factory=dict
-    )  # canonical name -> model rank, buffer, index in it
-    _begins: dict[tuple[int, str, int], list[tuple[str, int]]] = field(
-        default_factory=dict
-    )  # (model rank, label, buffer) -> position for each of ZeRO's ranks
+    # file and first byte
+    _whole: dict[TensorKey, list[tuple[TargetParameter, str, int]]] = field(default_factory=dict)
+    # canonical name -> model rank, buffer, index in it
+    _in_flats: dict[str, list[tuple[int, FlatBuffer, int]]] = field(default_factory=dict)
+    # (model rank, label, buffer) -> position for each of ZeRO's ranks
+    _begins: dict[tuple[int, str, int], list[tuple[str, int]]] = field(default_factory=dict)
 
     def add_model_files(self, rank: ModelRank) -> None:
         """Add the files with the weights."""

@@ -266,9 +266,8 @@ def _moments(ranks: Sequence[SavedFile], number: int) -> dict[str, list[object]]
     of_ranks = []
     for rank in ranks:
         inner = rank.content.get("base_optimizer_state", rank.content.get("optimizer_state_dict"))
-        states = (
-            inner["state"] if isinstance(inner, Mapping) else dict(enumerate(inner or ()))
-        )  # elastic checkpoints have a list
+        # elastic checkpoints have a list
+        states = inner["state"] if isinstance(inner, Mapping) else dict(enumerate(inner or ()))
         state = states.get(number, {})
         of_ranks.append(
             {name: value for name, value in state.items() if isinstance(value, StoredTensor) and value.shape}

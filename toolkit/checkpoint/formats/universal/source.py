@@ -2,7 +2,7 @@
 
     latest_universal                                    the folder of the newest checkpoint
     FOLDER/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt       from ZeRO 1 and 2 a dict with ``param``, from ZeRO 3 a
-    flat tensor
+                                                        flat tensor
     FOLDER/zero/NAME/step.pt                            from ZeRO 1 and 2
     FOLDER/zero/optimizer_state.pt                      settings, the loss scaler, for ZeRO 3 the steps
     FOLDER/*mp_rank_*_model_states.pt                   as in ``deepspeed/files.py``
