@@ -48,6 +48,7 @@ NOT_RUN = {
     r"^git clone ": "needs the network",
     r"^make (test|lint|story|campaign)\b": "is run by CI itself",
     r"^make (gpu|test-gpu)\b": "needs a GPU",
+    r"^python launch/train\.py \+exp=gpt2_125m\b": "needs GPUs",
     r"^(make wheel|pip install)\b": "is tests/launch/test_wheel.py",
     r"^(\.venv/bin/)?(python -m )?pytest ": "is a test",
     r"^dmt new mine && ": "is tests/launch/test_new.py",
