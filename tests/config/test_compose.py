@@ -197,6 +197,15 @@ def test_config_dir_adds_groups_and_experiments(tmp_path: Path) -> None:
     assert compose([*mine, "~engine.deepspeed.dump_state"]).engine.deepspeed == {}
 
 
+@pytest.mark.parametrize("option", [["--num_gpus", "2"], ["--num_gpus=2"]])
+def test_option_of_a_launcher_behind_the_script_is_named(option: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["+exp=quickstart", *option])
+    (problem,) = caught.value.problems
+    assert "stand before the script" in problem.rule
+    assert "deepspeed --num_gpus 2 " in problem.remedy
+
+
 FILE_MISTAKES = {
     "an unknown key": ("# @package _global_\ntrain:\n  stepz: 3\n", "train.stepz", "train.steps"),
     "a wrong type": ("# @package _global_\ntrain:\n  steps: many\n", "train.steps", "whole number"),

@@ -48,6 +48,7 @@ NOT_RUN = {
     r"^git clone ": "needs the network",
     r"^make (test|lint|story|campaign)\b": "is run by CI itself",
     r"^make (gpu|test-gpu)\b": "needs a GPU",
+    r"^python launch/train\.py \+exp=gpt2_125m\b": "needs GPUs",
     r"^(make wheel|pip install)\b": "is tests/launch/test_wheel.py",
     r"^(\.venv/bin/)?(python -m )?pytest ": "is a test",
     r"^dmt new mine && ": "is tests/launch/test_new.py",
@@ -224,6 +225,32 @@ def test_cheap_commands_run(command: Command, clone: Path, environ: dict[str, st
         ["bash", "-c", command.text], cwd=clone, env=environ, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def squeezed(text: str) -> str:
+    """``text`` without the lines of tables, and with one space between words."""
+    return " ".join(re.sub(r"[\u2500-\u257f]", " ", text).split())
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/estimate.md", pytest.param("docs/scaling.md", marks=[pytest.mark.full])]
+)
+def test_output_on_the_page_is_what_its_command_prints(
+    page: str, clone: Path, environ: dict[str, str]
+) -> None:
+    blocks = blocks_of(ROOT / page)
+    shown = next(number for number, block in enumerate(blocks) if block.language == "text")
+    (command,) = commands_of(blocks[shown - 1])
+    done = subprocess.run(
+        ["bash", "-c", command.text],
+        cwd=clone,
+        env=environ | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for part in blocks[shown].text.split("\n\n"):
+        assert squeezed(part) in squeezed(done.stdout)
 
 
 # -- Python

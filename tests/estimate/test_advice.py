@@ -110,7 +110,7 @@ def test_nearest_layouts_are_shown_if_none_meets_the_limit(fastest: Advice) -> N
     assert late.best[0].estimate.seconds == fastest.best[0].estimate.seconds
     dear = advice_on("monitor.price_per_gpu_hour=2", "budget.usd=0.01")
     assert dear.missed is not None
-    assert "0.005 GPU-hours (0 in money)" in dear.missed
+    assert "0.005 GPU-hours (cost 0)" in dear.missed
     assert "too much" in dear.missed
     both = advice_on("budget.gpu_hours=0.01", hours=1000.0)
     assert both.missed is not None

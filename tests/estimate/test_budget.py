@@ -52,7 +52,7 @@ def test_forecast_names_the_step_at_which_the_budget_ends_the_run() -> None:
     assert f"write train.steps={small.steps}" in warning.remedy
     assert budget_warning(plan, [large]) is None
     rows = dict(format_budget(plan, [small, large]))
-    assert rows["budget.usd"].startswith("4 in money: the run takes 8")
+    assert rows["budget.usd"].startswith("4: the run costs 8")
     assert rows["budget.usd"].endswith(f"so it ends after about {small.steps} steps")
     assert rows["budget.gpu_hours"].startswith("100 GPU-hours: the run takes 4")
 

@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toolkit.commands import command_line
+from toolkit.commands import command_line, in_this_form
 from toolkit.config import keys, search
 from toolkit.config.mistakes import unknown_key, unreadable, wrong_value
 from toolkit.config.numbers import parse_count
@@ -25,6 +25,14 @@ from toolkit.errors import ConfigError, Problem
 
 CONFIG_DIR = ("--config-dir", "-cd")
 MULTIRUN = ("-m", "--multirun")
+# Options of launchers, which users of other tools type behind the script, and their launchers.
+LAUNCHER_OPTIONS = {
+    "--num_gpus": "deepspeed",
+    "--hostfile": "deepspeed",
+    "--nproc_per_node": "torchrun",
+    "--nproc-per-node": "torchrun",
+    "--nnodes": "torchrun",
+}
 DEEPSPEED_KEYS = "engine.deepspeed"
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")  # one of them decides the length of a run
 # Keys whose values may have a suffix: 10k, 2M. In sizes of a model or a sequence, 4k could mean 4096.
@@ -175,6 +183,18 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], Path | None, lis
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
+        if name in LAUNCHER_OPTIONS:
+            value = value if equals else next(rest, "")
+            problems.append(
+                Problem(
+                    name,
+                    f"{name} {value}".strip(),
+                    "options of a launcher stand before the script; everything after it is KEY=VALUE",
+                    "leave it out, or start with "
+                    + in_this_form(f"{LAUNCHER_OPTIONS[name]} {name} {value or 'N'} launch/train.py"),
+                )
+            )
+            continue
         if not argument.startswith("-"):
             plain.append(argument)
         elif name in CONFIG_DIR:

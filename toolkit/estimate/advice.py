@@ -195,7 +195,7 @@ def _nearest(
 def _amount(config: RunConfig, gpu_hours: float) -> str:
     """GPU-hours, with their price if there is one."""
     price = config.monitor.price_per_gpu_hour
-    cost = "" if price is None else f" ({gpu_hours * price:,.0f} in money)"
+    cost = "" if price is None else f" (cost {gpu_hours * price:,.0f})"
     return f"{gpu_hours:,.4g} GPU-hours{cost}"
 
 

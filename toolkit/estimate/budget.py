@@ -161,9 +161,11 @@ def format_budget(plan: RunPlan, forecasts: list[BudgetForecast]) -> Iterator[tu
             text = f"{limit.value}, in {duration(max(0.0, limit.limit) * HOUR)}: the run takes "
             text += "longer than can be predicted" if isinf(needed) else duration(needed * HOUR)
         else:
-            kind = unit if limit.key == "budget.gpu_hours" else "in money"
             takes = f"{needed:,.0f}" if needed >= 100 else f"{needed:.3g}"
-            text = f"{limit.value} {kind}: the run takes {takes}"
+            if limit.key == "budget.gpu_hours":
+                text = f"{limit.value} {unit}: the run takes {takes}"
+            else:
+                text = f"{limit.value}: the run costs {takes}, with saves and failures"
         if forecast.exceeded:
             text += f", so it ends after about {forecast.steps:,} steps"
         yield limit.key, text

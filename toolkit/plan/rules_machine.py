@@ -18,12 +18,13 @@ GB = 1e9
 def gpu_is_known(ctx: RuleContext) -> Iterator[Problem]:
     name = ctx.config.cluster.gpu
     if name is not None and find_gpu(name) is None:
+        similar = [gpu for gpu in GPUS if gpu.startswith(f"{name.lower()}-")]
         yield make_warning(
             ctx.config,
             "cluster.gpu",
-            "memory and speed are known only for the GPUs in toolkit/plan/devices.py",
-            f"write one of {', '.join(GPUS)}; otherwise the plan does not check memory and metrics have no "
-            f"utilisation",
+            "memory and speed are known only for the GPUs in toolkit/plan/devices.py; of other GPUs the "
+            "plan checks no memory and predicts no time",
+            f"write {' or '.join(similar)}" if similar else f"write one of {', '.join(GPUS)}",
         )
 
 
