@@ -19,6 +19,7 @@ import pytest
 from tests.data.sample_texts import TEXTS, prepared, texts_of, use_small_units, write_zst
 from toolkit.config.prepare import InputFormat, OnBadRow
 from toolkit.data.prepare import read
+from toolkit.data.prepare.input_file import convert_read_errors
 from toolkit.errors import InputError
 
 DOCUMENTS = [*TEXTS[:40], 'quotes "of" all, kinds\nand lines', "[brackets], {braces}"]
@@ -252,3 +253,8 @@ def test_a_document_that_memory_cannot_hold_is_named_with_its_size(
         prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, validation=0.0).splits["train"].documents
         == 3
     )
+
+
+def test_a_read_error_without_a_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"a\.gz: EOFError"), convert_read_errors(tmp_path / "a.gz"):
+        raise EOFError

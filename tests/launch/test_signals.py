@@ -7,12 +7,14 @@ pytest tests/launch/test_signals.py -m full    every launcher and process
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.launch.processes import FAKE, RunningCommand, command, read_status, send_signal
+from toolkit.cluster.stop_request import ECHO_SECONDS
 from toolkit.goodput import read_times
 from toolkit.rundir.directory import LOST_END, RunDirectory
 from toolkit.rundir.status import RunState, Status
@@ -89,6 +91,24 @@ def test_signalled_run_saves_and_leaves_no_process(case: Case, tmp_path: Path) -
 def running(run_dir: Path) -> bool:
     status = read_status(run_dir)
     return status is not None and status.state is RunState.RUNNING and (status.step or 0) >= 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_second_interrupt_ends_the_ranks_and_is_recorded(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = command("python", FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000")
+    environ = {**ENVIRON, "FAKE_SAVE_SECONDS": "600"}
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ=environ) as started:
+        started.wait_until(lambda: running(run_dir), 200, "running")
+        send_signal(INT, started.process.pid)
+        time.sleep(2 * ECHO_SECONDS)
+        send_signal(INT, started.process.pid)
+        assert started.wait_for_exit(100) == 1
+        started.wait_until_gone(30)
+    end = read_status(run_dir)
+    assert end is not None
+    assert (end.state, end.reason) == (RunState.FAILED, "SIGINT twice: ended without saving")
 
 
 @pytest.mark.full

@@ -87,6 +87,16 @@ def folder_step(name: str) -> int | None:
     return step_of(Url(name)) if "-" in name.removeprefix("step-") else None
 
 
+def steps_with_manifest(names: Iterable[str]) -> dict[str, int]:
+    """Return the folders of checkpoints that have a manifest, with their steps.
+
+    Args:
+        names: Every object below the URL.
+    """
+    folders = {name.partition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
+    return {folder: step for folder in folders if (step := folder_step(folder)) is not None}
+
+
 def parse_pointer(content: bytes, shown: str) -> Pointer:
     """Parse the pointer. Raises DamagedFile. ``shown`` is its URL."""
     rule = "the pointer is the JSON object that this toolkit wrote"
@@ -214,11 +224,11 @@ def removable_folders(
     objects = list(names)
     folders = {name.partition("/")[0] for name in objects if "/" in name}
     steps = {folder: step for folder in folders if (step := folder_step(folder)) is not None}
-    complete = {folder for folder in steps if f"{folder}/{MANIFEST}" in objects}
+    complete = steps_with_manifest(objects)
     gone = set(
         removable_steps(
-            {steps[folder] for folder in complete},
-            {steps[folder] for folder in complete},
+            set(complete.values()),
+            set(complete.values()),
             saved=current.step,
             keep_last=keep_last,
             keep_every=keep_every,

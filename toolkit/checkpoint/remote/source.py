@@ -14,6 +14,7 @@ from toolkit.checkpoint.remote.pointer import (
     hash_manifest,
     lost_pointer_error,
     parse_pointer,
+    steps_with_manifest,
 )
 from toolkit.checkpoint.source import CheckpointSource, source_from_manifest
 from toolkit.checkpoint_folder import step_of
@@ -94,10 +95,8 @@ def complete_checkpoints(objects: StoreObjects, before: int | None = None) -> li
         before: Only checkpoints of earlier steps than this.
     """
     sizes = {entry.name: entry.bytes for entry in objects.listing()}
-    folders = {name.partition("/")[0] for name in sizes if name.endswith(f"/{manifest.NAME}")}
-    steps = {folder: step for folder in folders if (step := folder_step(folder)) is not None}
     found = []
-    for folder, step in sorted(steps.items(), key=lambda item: item[1], reverse=True):
+    for folder, step in sorted(steps_with_manifest(sizes).items(), key=lambda item: item[1], reverse=True):
         content = objects.read(f"{folder}/{manifest.NAME}") if before is None or step < before else None
         if content is None:
             continue

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.checkpoint.catalog import DamagedFile
-from toolkit.checkpoint.manifest import NAME as MANIFEST
 from toolkit.checkpoint.remote.pointer import (
     POINTER,
     Pointer,
     Start,
     claim,
-    folder_step,
     lost_pointer_error,
     parse_pointer,
+    steps_with_manifest,
     writer_error,
 )
 from toolkit.checkpoint.remote.source import complete_checkpoints, load, stored_damage_error
@@ -55,9 +54,7 @@ def take_over(objects: StoreObjects, start: Start) -> TakenStore:
     """
     url = objects.url
     content = objects.read(POINTER)
-    names = [entry.name for entry in objects.listing()]
-    folders = {name.partition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
-    steps = {step for folder in folders if (step := folder_step(folder)) is not None}
+    steps = set(steps_with_manifest(entry.name for entry in objects.listing()).values())
     try:
         found = parse_pointer(content[0], str(url / POINTER)) if content is not None else None
         if found is None and start.explicit is None and steps:

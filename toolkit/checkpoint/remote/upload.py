@@ -268,7 +268,7 @@ class Uploader:
                 self._report_failure(f"uploads of rank {min(failing)} fail")
             if self._newest is not None and any(failing.values()):
                 raise DamagedFile(stored.folder, "a file of another rank is damaged", "files stay as written")
-            time.sleep(poll_seconds(self._settings.ranks) / 5)
+            self._give_up.wait(poll_seconds(self._settings.ranks) / 5)
 
     def _verify(self, stored: StoredCheckpoint, files: Collection[FileRecord]) -> None:
         """Raise IncompleteUpload unless every object is there with its size and the version that was sent."""

@@ -141,7 +141,7 @@ def convert_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        description = f"{path}: {error or type(error).__name__}"
+        description = f"{path}: {str(error) or type(error).__name__}"
         raise InputError(
             Problem(
                 "input",
