@@ -154,7 +154,9 @@ class StopRequest:
         self._armed = True
 
     def wait_if_ending(self) -> None:
-        """Block if the watching thread is ending this process, so that the caller reports no other end."""
+        """Block if the watching thread is ending the run, so that the caller records no other reason. That
+        thread ends this process, or raises KeyboardInterrupt here.
+        """
         if self._ending:
             threading.Event().wait()
 
@@ -275,6 +277,7 @@ class ProgramStopRequest(StopRequest):
             raise KeyboardInterrupt
 
     def _end(self, reason: str, code: ExitCode) -> None:
+        self._ending = True
         self.abort(reason, code)
         self._closed = self._raises = True
         _thread.interrupt_main()

@@ -8,7 +8,6 @@ uses other processes, so no NCCL or CUDA state survives a failure; standbys have
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -198,10 +197,7 @@ class _Supervisor:
             take_standby=lambda rank, variables: standbys.take(rank, variables, handover, lock),
         )
 
-        aborting = threading.Event()
-
         def abort(reason: str, code: ExitCode) -> None:
-            aborting.set()
             ranks.kill()
             self.clean_up()
             self.exit_handler.abort(reason, code)
@@ -224,8 +220,6 @@ class _Supervisor:
             code = ranks.wait(self.stop, grace_seconds, has_started, on_poll=start_standbys)
         finally:
             ranks.kill()
-        while aborting.is_set():  # the aborting thread records why, and ends or interrupts this one
-            time.sleep(POLL_SECONDS)
         self.exit_handler.code = code
         times, phases = ranks.failure_times, None
         if times is not None:
