@@ -24,6 +24,7 @@ from toolkit.estimate.types import StepEstimate
 from toolkit.plan import make_plan
 from toolkit.plan.devices import GPUS
 from toolkit.plan.make import DraftPlan
+from toolkit.plan.trace import ModuleTrace, NotTraced
 from toolkit.plan.types import Device, World
 
 SMALL = (
@@ -198,9 +199,9 @@ def test_search_is_not_repeated_for_known_layouts(monkeypatch: pytest.MonkeyPatc
     planned: list[RunConfig] = []
     draft_plan = search.draft_plan
 
-    def counted(config: RunConfig, world: World) -> DraftPlan:
+    def counted(config: RunConfig, world: World, trace: ModuleTrace | NotTraced | None = None) -> DraftPlan:
         planned.append(config)
-        return draft_plan(config, world)
+        return draft_plan(config, world, trace)
 
     monkeypatch.setattr(search, "draft_plan", counted)
     advice_on("engine=deepspeed", "parallel.context=1", "parallel.tensor=1")
