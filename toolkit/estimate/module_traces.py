@@ -4,9 +4,9 @@ What a pass computes, moves and stores grows by the same with each sample, so tw
 and a third one between them checks it. The peak is the largest of several sums, each on a line of its own: in
 a small micro-batch that with the gradient of the largest weight, in a large one that with the most
 activations. It is interpolated between neighbours of the three, which gives at least the peak. A micro-batch
-of one sample is traced: torch does not copy a tensor for another order of dims of size 1. Modules that are not
-on the line, such as those that compare all samples of a micro-batch with each other, are traced with every
-micro-batch.
+of one sample is traced: torch does not copy a tensor for another order of dims of size 1. Modules that are
+not on the line, such as those that compare all samples of a micro-batch with each other, are traced with
+every micro-batch.
 """
 
 from __future__ import annotations
