@@ -180,6 +180,7 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         pytest.param(["advise=true", "deadline=2020-01-01"], "deadline=36h", marks=pytest.mark.full),
         (["advise=true", "deadline=soon"], "deadline=2d"),
+        (["advise=true", "model.family=null"], "write model=llama"),
         (["deadline=36h"], "advise=true"),
         (["budget.usd=100"], "monitor.price_per_gpu_hour=2.5"),
         pytest.param(["advise=true", "out=a/b"], "out=mine", marks=pytest.mark.full),

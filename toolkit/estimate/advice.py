@@ -118,6 +118,8 @@ def advise(
         UserError: a model without a family cannot be built.
     """
     draft = draft_plan(config, world)
+    if draft.context.of_a_family and draft.context.shape is None:
+        raise PlanError(*(found for found in draft.problems() if found.severity is Severity.ERROR))
     limited = hours is not None or most_gpu_hours(config) is not None
     space = SearchSpace(
         config=config, world=world, shape=draft.context.shape, typed=typed, fewer_nodes=limited
