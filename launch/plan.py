@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from toolkit.config.plan_arguments import PlanArguments
     from toolkit.config.schema import RunConfig
+    from toolkit.estimate.module_traces import Tracer
     from toolkit.estimate.types import StepEstimate
     from toolkit.plan.formula_check import CheckedFormulas
     from toolkit.plan.trace import ModuleTrace, NotTraced
@@ -75,20 +76,13 @@ def show(arguments: Sequence[str], *, as_json: bool, trace: bool = False) -> Non
     own, overrides = compose_plan_arguments(arguments)
     config = compose(overrides)
     if own.advise:
-        show_advice(config, own, overrides, as_json=as_json)
+        show_advice(config, own, overrides, as_json=as_json, trace=trace)
         return
     if own.scaling is not None:
-        show_scaling(config, own, overrides, as_json=as_json)
+        show_scaling(config, own, overrides, as_json=as_json, trace=trace)
         return
-
-    def trace_other_model(plan: RunPlan) -> ModuleTrace | NotTraced:
-        check_user_code(plan.config)  # before torch is imported, so that mistakes are reported at once
-        from toolkit.train.trace import trace_model
-
-        return trace_model(plan, read_data=trace)
-
     # For the machines of cluster.*, else for this machine.
-    plan = plan_job(config, trace=trace_other_model)
+    plan = plan_job(config, trace=create_tracer(read_data=trace))
     check_user_code(plan.config)
     check_schedule(plan)
     plan = warn_about_budget(plan)
@@ -101,6 +95,20 @@ def show(arguments: Sequence[str], *, as_json: bool, trace: bool = False) -> Non
             print_tables(checked.format())
 
 
+def create_tracer(*, read_data: bool) -> Tracer:
+    """Return the function that traces models without a family."""
+
+    def trace(plan: RunPlan) -> ModuleTrace | NotTraced:
+        from toolkit.user_code import check_user_code
+
+        check_user_code(plan.config)  # before torch is imported, so that mistakes are reported at once
+        from toolkit.train.trace import trace_model
+
+        return trace_model(plan, read_data=read_data)
+
+    return trace
+
+
 def _trace_family(plan: RunPlan) -> CheckedFormulas:
     """Trace the module of a family, and compare the formulas with it."""
     from toolkit.plan.formula_check import CheckedFormulas, whole_model
@@ -110,20 +118,27 @@ def _trace_family(plan: RunPlan) -> CheckedFormulas:
     return CheckedFormulas(whole, trace_model(whole))
 
 
-def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str], *, as_json: bool) -> None:
+def show_scaling(
+    config: RunConfig, own: PlanArguments, overrides: Sequence[str], *, as_json: bool, trace: bool
+) -> None:
     """Print strong and weak scaling of ``config``, and write the page and the plot to the folder
     ``own.out``.
+
+    Args:
+        trace: read samples to trace a model without a family, if their shapes are not known otherwise.
     """
     from toolkit.cluster.job import resolve_from_files, resolve_world
     from toolkit.config.overrides import overridden_keys
     from toolkit.estimate.measured_factors import fit_speed_factors
+    from toolkit.estimate.module_traces import ModuleTraces
     from toolkit.estimate.present_scaling import create_report, format_scaling, scaling_to_json
     from toolkit.estimate.profile import load_profile
-    from toolkit.estimate.scaling import parse_ranks
+    from toolkit.estimate.scaling import Planner, parse_ranks
     from toolkit.estimate.step import estimate_step
     from toolkit.files import write_whole
     from toolkit.monitor.report.scaling_page import render_scaling_page, render_scaling_plot
     from toolkit.monitor.scaling_runs import estimate_measured
+    from toolkit.plan import make_plan
     from toolkit.progress import Progress
     from toolkit.rundir.find import find_run
     from toolkit.user_code import check_user_code
@@ -145,8 +160,14 @@ def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str]
     check_user_code(config)
     config = resolve_from_files(config)
     world = resolve_world(config.cluster)
+    plan: Planner = make_plan
+    if config.model.source_key != "model.family":
+        train, tracer = config.train, create_tracer(read_data=trace)
+        traces = ModuleTraces(config, world, tracer, most=train.global_batch)
+        traces.of(train.activation_checkpointing, train.micro_batch or 1)  # refuse what cannot be traced
+        plan = traces.plan
     folders = [find_run(folder, "measured") for folder in (own.measured or "").split(",") if folder]
-    measured = estimate_measured(folders, config, world, estimate)
+    measured = estimate_measured(folders, config, world, estimate, plan)
     factors = fit_speed_factors(measured) if measured else None
     with Progress() as progress, progress.task("planning", total=4 * len(ranks)) as task:
         report = create_report(
@@ -158,6 +179,7 @@ def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str]
             factors=factors,
             fixed=overridden_keys(overrides),
             advance=lambda: task.advance(1),
+            plan=plan,
         )
     folder = Path(own.out or f"scaling/{config.run.name}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,8 +192,14 @@ def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str]
     print(f"wrote {folder / 'scaling.html'} and scaling.svg", file=sys.stderr)
 
 
-def show_advice(config: RunConfig, own: PlanArguments, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Print the best layouts of ``config``, and write the first to the file that ``own.out`` names."""
+def show_advice(
+    config: RunConfig, own: PlanArguments, overrides: Sequence[str], *, as_json: bool, trace: bool
+) -> None:
+    """Print the best layouts of ``config``, and write the first to the file that ``own.out`` names.
+
+    Args:
+        trace: read samples to trace a model without a family, if their shapes are not known otherwise.
+    """
     from toolkit.cluster.job import resolve_from_files, resolve_world
     from toolkit.config.experiment import experiment_file, experiment_text
     from toolkit.config.numbers import hours_until
@@ -193,6 +221,7 @@ def show_advice(config: RunConfig, own: PlanArguments, overrides: Sequence[str],
         resolve_world(config.cluster),
         typed=overridden_keys(overrides),
         hours=min(hours, default=None),
+        trace=create_tracer(read_data=trace),
     )
     if as_json:
         print(json.dumps(to_json(advice), indent=2))

@@ -52,13 +52,15 @@ class Regression(Task):
         return int(batch["known"].sum())
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.evaluate(model, batch)["loss"]
+        return self._loss(model(batch["x"]), batch)
 
     def evaluate(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        known = batch["known"]
-        preds, target = model(batch["x"]), batch["y"]
-        losses = nn.functional.huber_loss(preds, target, reduction="none", delta=self.delta)
-        return {"loss": (losses * known).sum(), "preds": preds[known], "target": target[known]}
+        known, preds = batch["known"], model(batch["x"])
+        return {"loss": self._loss(preds, batch), "preds": preds[known], "target": batch["y"][known]}
+
+    def _loss(self, preds: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        losses = nn.functional.huber_loss(preds, batch["y"], reduction="none", delta=self.delta)
+        return (losses * batch["known"]).sum()
 
 
 class RSquared(Metric):

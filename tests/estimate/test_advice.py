@@ -23,6 +23,7 @@ from toolkit.estimate.search import layout_kind
 from toolkit.estimate.types import StepEstimate
 from toolkit.plan import make_plan
 from toolkit.plan.make import DraftPlan
+from toolkit.plan.trace import ModuleTrace, NotTraced
 from toolkit.plan.types import Device, World
 
 SMALL = (
@@ -174,6 +175,7 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         pytest.param(["advise=true", "deadline=2020-01-01"], "deadline=36h", marks=pytest.mark.full),
         (["advise=true", "deadline=soon"], "deadline=2d"),
+        (["advise=true", "model.family=null"], "write model=llama"),
         (["deadline=36h"], "advise=true"),
         (["budget.usd=100"], "monitor.price_per_gpu_hour=2.5"),
         pytest.param(["advise=true", "out=a/b"], "out=mine", marks=pytest.mark.full),
@@ -193,9 +195,9 @@ def test_search_is_not_repeated_for_known_layouts(monkeypatch: pytest.MonkeyPatc
     planned: list[RunConfig] = []
     draft_plan = search.draft_plan
 
-    def counted(config: RunConfig, world: World) -> DraftPlan:
+    def counted(config: RunConfig, world: World, trace: ModuleTrace | NotTraced | None = None) -> DraftPlan:
         planned.append(config)
-        return draft_plan(config, world)
+        return draft_plan(config, world, trace)
 
     monkeypatch.setattr(search, "draft_plan", counted)
     advice_on("engine=deepspeed", "parallel.context=1", "parallel.tensor=1")

@@ -24,7 +24,7 @@ from toolkit.families import get_family
 from toolkit.families.base import ParameterSpec
 from toolkit.layout.axes import Axes, Axis, axis_name
 from toolkit.plan import make_plan
-from toolkit.plan.trace import ModuleTrace
+from toolkit.plan.trace import ModuleTrace, OperatorWork
 from toolkit.plan.types import RunPlan, World
 
 H100 = shipped_profile("h100")
@@ -288,15 +288,16 @@ def test_model_without_a_family_is_predicted_from_its_trace() -> None:
         peak_bytes=10**6,
         forward_flops={"aten::mm": 1e15},
         backward_flops={"aten::mm": 2e15},
+        forward_work={"aten::mm": OperatorWork(1e15, 0, 1), "aten::add": OperatorWork(0, 1e12, 1)},
+        backward_work={"aten::mm": OperatorWork(2e15, 0, 2), "aten::add": OperatorWork(0, 2e12, 2)},
         recomputed_flops=0.0,
         operators=10,
     )
     own = replace(make_plan(run_config(model=ModelConfig(target="my.Model")), CPU), trace=trace)
     estimate = predict(own)
     micro_batches, rate = 2, H100.matmul_rate(4)
-    assert estimate.parts["forward"] == pytest.approx(
-        micro_batches * 1e15 * H100.torch_layers / rate, rel=1e-3
-    )
+    forward = 1e15 / rate + 1e12 / H100.moved_per_second
+    assert estimate.parts["forward"] == pytest.approx(micro_batches * forward, rel=1e-3)
     assert estimate.parts["backward"] == pytest.approx(2 * estimate.parts["forward"], rel=1e-3)
 
 

@@ -127,7 +127,8 @@ def test_equal_blocks_are_extrapolated_exactly(recompute: bool, monkeypatch: pyt
     monkeypatch.setattr(trace, "MOST_TRACED", 12)
     whole = traced(model())
     assert (found.traced_blocks, whole.traced_blocks) == ((2, 3, 4, 12), None)
-    for name in ("saved_bytes", "peak_bytes", "operators", "hardware_flops", "recomputed_flops"):
+    names = ("saved_bytes", "peak_bytes", "operators", "hardware_flops", "recomputed_flops")
+    for name in (*names, "forward_work", "backward_work"):
         assert getattr(found, name) == getattr(whole, name), name
 
 
@@ -168,3 +169,34 @@ class Broken(OwnModel):
 def test_an_error_of_the_module_is_named_with_the_line() -> None:
     with pytest.raises(CannotTrace, match=r"test_trace\.py:\d+ raised RuntimeError"):
         traced(Broken())
+
+
+class Small(nn.Module):
+    """One product, one elementwise operation, a view and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.projection = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.projection(self.embedding(ids)).flatten(0, 1)
+        return torch.relu(hidden).sum()
+
+
+def test_bytes_of_operators_are_those_that_they_read_and_write() -> None:
+    found = traced(Small()).forward_work
+    tokens = BATCH * LENGTH
+    assert found["aten::embedding"].moved_bytes == 2 * 4 * tokens * WIDTH  # the rows, and not the whole table
+    product = found["aten::mm"]
+    assert product.moved_bytes == 4 * (tokens * WIDTH + WIDTH * 3 * WIDTH + tokens * 3 * WIDTH)
+    assert product.flops == 2 * tokens * WIDTH * 3 * WIDTH
+    assert found["aten::relu"].moved_bytes == 2 * 4 * tokens * 3 * WIDTH
+    assert found.keys() == {"aten::embedding", "aten::mm", "aten::relu", "aten::sum"}  # no views
+
+
+def test_causal_attention_computes_half_of_the_pairs() -> None:
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    found = traced(OwnModel())
+    assert found.forward_work[name].flops == found.forward_flops[name] / 2
+    backward = f"{name}_backward"
+    assert found.backward_work[backward].flops == found.backward_flops[backward] / 2 * 5 / 4

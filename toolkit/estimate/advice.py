@@ -10,6 +10,7 @@ from toolkit.errors import PlanError, Problem, Severity
 from toolkit.estimate.cost import RunCost, run_cost
 from toolkit.estimate.goal import Goal, make_goal, most_gpu_hours
 from toolkit.estimate.layouts import OFFLOADS, VIRTUAL_KEY, Layout, SearchSpace, layout_of
+from toolkit.estimate.module_traces import ModuleTraces, Tracer
 from toolkit.estimate.profile import HardwareProfile, load_profile
 from toolkit.estimate.search import Evaluator, LayoutResult, SearchResult, find_best, layout_kind
 from toolkit.estimate.step import estimate_step
@@ -90,32 +91,51 @@ class Advice:
         world = self.best[0].plan.world
         return (
             world.device is Device.CUDA
+            and self.config.model.source_key == "model.family"
             and not has_transformer_engine(world)
             and "engine.name" not in self.typed
         )
 
 
-def advise(config: RunConfig, world: World, *, typed: frozenset[str], hours: float | None = None) -> Advice:
+def advise(
+    config: RunConfig,
+    world: World,
+    *,
+    typed: frozenset[str],
+    hours: float | None = None,
+    trace: Tracer | None = None,
+) -> Advice:
     """Search the best layouts of ``config`` on ``world``, within ``config.budget``.
 
     Args:
         config: composed, with the sizes of ``model.pretrained``.
         typed: keys that keep their values.
         hours: the most that all steps may take, also by ``budget.until``.
+        trace: traces a model without a family (train/trace.py), which has no advice otherwise.
 
     Raises:
         PlanError: the time of a step cannot be predicted, or no layout can run.
+        UserError: a model without a family cannot be built.
     """
     draft = draft_plan(config, world)
+    if draft.context.of_a_family and draft.context.shape is None:
+        raise PlanError(*(found for found in draft.problems() if found.severity is Severity.ERROR))
     limited = hours is not None or most_gpu_hours(config) is not None
     space = SearchSpace(
         config=config, world=world, shape=draft.context.shape, typed=typed, fewer_nodes=limited
     )
     profile = load_profile(config.cluster, world)
-    _check_predictable(config, draft.context.shape is not None, profile)
+    _check_predictable(config, profile)
     assert profile is not None
     goal = make_goal(config, world, hours)
-    evaluator = Evaluator(space, profile)
+    traces = None
+    if not draft.context.of_a_family:
+        assert trace is not None, "models without a family are traced"
+        traces = ModuleTraces(config, world, trace, most=config.train.global_batch)
+    evaluator = Evaluator(space, profile, traces)
+    if traces is not None and evaluator.layouts:
+        # A model that cannot be traced is refused here, rather than in the search.
+        traces.of(evaluator.layouts[0].recomputation, evaluator.layouts[0].micro_batch)
     search = find_best(evaluator, goal)
     missed = None
     if not search.best and limited:
@@ -199,15 +219,15 @@ def _amount(config: RunConfig, gpu_hours: float) -> str:
     return f"{gpu_hours:,.4g} GPU-hours{cost}"
 
 
-def _check_predictable(config: RunConfig, has_shape: bool, profile: HardwareProfile | None) -> None:
+def _check_predictable(config: RunConfig, profile: HardwareProfile | None) -> None:
     problems = []
-    if not has_shape:
+    if config.model.source_key == "model.family" and config.task.target is not None:
         problems.append(
             Problem(
-                "advise",
-                f"advise=true with {config.model.source_key}",
-                "step times are predicted for models of a family, whose layers are known",
-                "choose a family: model=llama, model=qwen3, ...",
+                "task.target",
+                f"advise=true with task.target={config.task.target}",
+                "step times of a model family are predicted with its own loss, as a task may do more",
+                "leave task.target out, and add it to the advised run",
             )
         )
     if profile is None:

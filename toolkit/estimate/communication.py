@@ -280,7 +280,7 @@ def _zero3_exchanges(
     # Small parameters stay gathered from step to step. The others stay from the forward to the backward pass
     # if it needs them soon, which it does for the last layers.
     threshold = zero3_setting(zero, "param_persistence_threshold", PERSISTENCE)
-    kept = min(whole, sum(spec.numel for spec in plan.parameters if spec.numel <= threshold))
+    kept = min(whole, sum(spec.numel for spec in plan.known_parameters if spec.numel <= threshold))
     soon = zero3_setting(zero, "max_reuse_distance", LIVE) / 2
     missing = max(0.0, whole - kept - soon) * compressed
     if config.hpz_partition_size > 1:

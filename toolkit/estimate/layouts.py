@@ -286,8 +286,9 @@ class SearchSpace:
 
     def _recomputations(self) -> list[str]:
         own = self.config.train.activation_checkpointing
-        options = list(RECOMPUTATIONS)
-        if own not in options:  # every N-th block
+        # A module of the user's own decides itself what to recompute.
+        options = list(RECOMPUTATIONS[:1] if self.config.model.target is not None else RECOMPUTATIONS)
+        if own not in options and self.config.model.target is None:  # every N-th block
             options.insert(2, own)
         return self._choices("train.activation_checkpointing", options)
 

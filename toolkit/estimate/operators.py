@@ -19,6 +19,7 @@ from toolkit.families.base import FamilyTraits, ModelShape, NormKind
 from toolkit.optimizers.base import FP32
 from toolkit.plan.attention import has_dense_mask
 from toolkit.plan.kernels import FUSED, TRANSFORMER_ENGINE
+from toolkit.plan.trace import OperatorWork
 from toolkit.plan.types import Device, RunPlan
 
 
@@ -72,7 +73,25 @@ class Elementwise:
     kernels: int = 1
 
 
-Operator = Matmul | FusedAttention | Elementwise
+@dataclass(frozen=True, slots=True)
+class TracedCalls:
+    """All calls of one operator of torch in one pass, from a trace of the module (plan/trace.py).
+
+    Attributes:
+        attention: whether it is a fused kernel of attention.
+        backward: whether the pass is the backward pass.
+    """
+
+    work: OperatorWork
+    attention: bool
+    backward: bool
+
+    @property
+    def flops(self) -> float:
+        return self.work.flops
+
+
+Operator = Matmul | FusedAttention | Elementwise | TracedCalls
 
 
 @dataclass(frozen=True, slots=True)

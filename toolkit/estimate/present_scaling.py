@@ -14,6 +14,7 @@ from toolkit.estimate.scaling import (
     Candidate,
     Efficiency,
     Estimator,
+    Planner,
     Scaling,
     ScalingCurve,
     ScalingPoint,
@@ -21,6 +22,7 @@ from toolkit.estimate.scaling import (
     verdict,
 )
 from toolkit.estimate.types import StepEstimate
+from toolkit.plan import make_plan
 from toolkit.plan.types import RunPlan, World
 
 if TYPE_CHECKING:
@@ -81,12 +83,13 @@ def create_report(
     factors: SpeedFactors | None,
     fixed: Container[str] = (),
     advance: Callable[[], object] = lambda: None,
+    plan: Planner = make_plan,
 ) -> ScalingReport:
     """Return strong and weak scaling of ``config``; the arguments are those of
     :func:`toolkit.estimate.scaling.scaling_curve`.
     """
     curves = tuple(
-        scaling_curve(kind, config, world, ranks, estimate, factors, fixed=fixed, advance=advance)
+        scaling_curve(kind, config, world, ranks, estimate, factors, fixed=fixed, advance=advance, plan=plan)
         for kind in Scaling
     )
     plans = [curve.reference.plan for curve in curves if curve.reference is not None]

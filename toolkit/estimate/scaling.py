@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from toolkit.config.schema import RunConfig
-from toolkit.errors import InputError, PlanError, Problem, Severity
+from toolkit.errors import ConfigError, InputError, PlanError, Problem, Severity
 from toolkit.estimate.layout_changes import Changes, apply_changes, as_overrides, can_divide, neighbours
 from toolkit.estimate.measured_factors import SpeedFactors, apply_factors, ratio_spread
 from toolkit.estimate.types import INTERVAL_QUANTILE, StepEstimate
@@ -30,6 +30,7 @@ LEAST_GAIN = 1.02  # of throughput by a change that is shown
 MOST_RANKS = 1 << 20
 ROUNDS = 3  # of changes at one point, each by one key
 Estimator = Callable[[RunPlan], StepEstimate | None]
+Planner = Callable[[RunConfig, World], RunPlan]
 
 
 class Scaling(StrEnum):
@@ -147,6 +148,7 @@ def scaling_curve(
     *,
     fixed: Container[str] = (),
     advance: Callable[[], object] = lambda: None,
+    plan: Planner = make_plan,
 ) -> ScalingCurve:
     """Plan and estimate ``config`` on each number of ``ranks``.
 
@@ -157,6 +159,7 @@ def scaling_curve(
         factors: of measured runs, by which estimates are multiplied.
         fixed: keys that are not changed where the curve breaks.
         advance: called twice for each point.
+        plan: plans a point; for a model without a family, with its trace (``ModuleTraces.plan``).
 
     Raises:
         InputError: the configuration can be planned, but not estimated.
@@ -172,7 +175,9 @@ def scaling_curve(
     for number in ranks:
         point = ScalingPoint(scaling=scaling, ranks=number)
         try:
-            point = replace(point, written=_candidate({}, *scale(scaling, config, world, number), corrected))
+            point = replace(
+                point, written=_candidate({}, *scale(scaling, config, world, number), corrected, plan)
+            )
         except PlanError as error:
             point = replace(point, problem=_first_error(error))
         points.append(point)
@@ -183,7 +188,7 @@ def scaling_curve(
         point = _measure(point, reference, factors)
         if point.broken and (point.problem is None or point.problem.key != "scaling"):
             starts: list[Changes] = [{}, *([last.changes] if last is not None else [])]
-            changed = best_change(scale(scaling, config, world, point.ranks), starts, corrected, fixed)
+            changed = best_change(scale(scaling, config, world, point.ranks), starts, corrected, fixed, plan)
             if changed is not None and (
                 point.written is None or changed.throughput > LEAST_GAIN * point.written.throughput
             ):
@@ -247,6 +252,7 @@ def best_change(
     starts: Iterable[Changes],
     estimate: Estimator,
     fixed: Container[str] = (),
+    plan: Planner = make_plan,
 ) -> Candidate | None:
     """Return the candidate with the highest throughput that a climb reaches from ``starts``; None if none can
     run.
@@ -264,9 +270,9 @@ def best_change(
             tried[key] = None
             if can_divide(changed, world):
                 try:
-                    tried[key] = _candidate(changes, changed, world, estimate)
-                except PlanError:
-                    tried[key] = None  # a layout that a rule refuses
+                    tried[key] = _candidate(changes, changed, world, estimate, plan)
+                except (PlanError, ConfigError):
+                    tried[key] = None  # a layout that a rule or the model refuses
         return tried[key]
 
     best: Candidate | None = None
@@ -327,19 +333,21 @@ def verdict(curve: ScalingCurve) -> Iterator[str]:
         )
 
 
-def _candidate(changes: Changes, config: RunConfig, world: World, estimate: Estimator) -> Candidate:
-    plan = make_plan(config, world)
-    found = estimate(plan)
+def _candidate(
+    changes: Changes, config: RunConfig, world: World, estimate: Estimator, plan: Planner
+) -> Candidate:
+    planned = plan(config, world)
+    found = estimate(planned)
     if found is None:
         raise InputError(
             Problem(
-                "scaling",
-                f"model without known FLOPs ({config.model.source_key})",
-                "scaling is predicted from the FLOPs of a model family or of task.flops_per_unit",
-                "choose a family with model=llama or another option, or plan without scaling=",
+                "task.target",
+                f"scaling= with task.target={config.task.target}",
+                "step times of a model family are predicted with its own loss, as a task may do more",
+                "leave task.target out, or plan without scaling=",
             )
         )
-    return Candidate(changes, plan, found)
+    return Candidate(changes, planned, found)
 
 
 def _measure(point: ScalingPoint, reference: Candidate | None, factors: SpeedFactors | None) -> ScalingPoint:

@@ -9,6 +9,8 @@ A layout is planned and its step time is predicted (2 to 10 ms) only if cheap bo
 - Memory. States are at least those of evenly divided parameters. If the micro-batch stores A bytes in the
   whole model, a stage stores at least A k / (k + 1 - 1/p), where k = min(m, p)/p: its share of the blocks for
   k p micro-batches, or the loss, whichever is more.
+- Traces. A model without a family is traced with a few micro-batches (module_traces.py). Recomputation has
+  traces of its own, so a bound takes the time without it, and no activations.
 - Order. Recomputation and offload only add time, so they are tried where a layout does not fit without; and
   a layout that does not fit excludes larger micro-batches and less recomputation.
 """
@@ -23,9 +25,10 @@ from math import inf
 from typing import NamedTuple
 
 from toolkit.config.schema import EngineName, OffloadDevice
-from toolkit.errors import Problem, Severity
+from toolkit.errors import Problem, Severity, UserError
 from toolkit.estimate.goal import Goal
 from toolkit.estimate.layouts import Layout, SearchSpace
+from toolkit.estimate.module_traces import ModuleTraces
 from toolkit.estimate.profile import HardwareProfile
 from toolkit.estimate.step import estimate_step
 from toolkit.estimate.types import StepEstimate
@@ -37,6 +40,7 @@ from toolkit.plan.make import draft_plan
 from toolkit.plan.memory_verdict import USABLE, Fit, judge_memory
 from toolkit.plan.memory_zero import FP32
 from toolkit.plan.rank_parameters import is_expert_parameter
+from toolkit.plan.trace import ModuleTrace
 from toolkit.plan.types import Device, RunPlan
 from toolkit.step_parts import BACKWARD, FORWARD, communication
 
@@ -95,13 +99,20 @@ class _Bounded(NamedTuple):
 
 
 class Evaluator:
-    """Plans layouts of one run and predicts their time, each once."""
+    """Plans layouts of one run and predicts their time, each once.
 
-    def __init__(self, space: SearchSpace, profile: HardwareProfile) -> None:
-        self.space, self.profile = space, profile
+    Args:
+        traces: of a model without a family; None for a model of a family.
+    """
+
+    def __init__(
+        self, space: SearchSpace, profile: HardwareProfile, traces: ModuleTraces | None = None
+    ) -> None:
+        self.space, self.profile, self._traces = space, profile, traces
         self._results: dict[Layout, LayoutResult] = {}
         self._microbatches: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: _StateSizes | None = None
+        self._refused: dict[str, tuple[Problem, ...]] = {}  # by recomputation that the model does not have
         self.layouts = tuple(space.layouts())
 
     @property
@@ -115,7 +126,11 @@ class Evaluator:
         return self._results[layout]
 
     def _evaluate(self, layout: Layout) -> LayoutResult:
-        draft = draft_plan(layout.apply(self.space.config), layout.world(self.space.world))
+        trace = self._trace(layout)
+        if layout.recomputation in self._refused:
+            problems = self._refused[layout.recomputation]
+            return LayoutResult(layout=layout, plan=None, estimate=None, problems=problems)
+        draft = draft_plan(layout.apply(self.space.config), layout.world(self.space.world), trace)
         if draft.plan is not None and not surely_fits(draft.plan):
             return LayoutResult(layout=layout, plan=draft.plan, estimate=None, fits=False)
         problems = draft.problems()
@@ -124,6 +139,16 @@ class Evaluator:
         plan = replace(draft.plan, warnings=problems)
         estimate = estimate_step(plan, self.profile)
         return LayoutResult(layout=layout, plan=plan, estimate=estimate, problems=problems)
+
+    def _trace(self, layout: Layout) -> ModuleTrace | None:
+        """The trace of a model without a family; None for a family's, and if ``_refused`` has the reason."""
+        if self._traces is None or layout.recomputation in self._refused:
+            return None
+        try:
+            return self._traces.of(layout.recomputation, layout.micro_batch)
+        except UserError as error:
+            self._refused[layout.recomputation] = tuple(error.problems)
+            return None
 
     def least_seconds(self, layout: Layout, *, divided: bool = True) -> float:
         """A lower bound of the predicted seconds of a step.
@@ -150,8 +175,8 @@ class Evaluator:
 
     def _state_sizes(self, layout: Layout) -> _StateSizes:
         config = self.space.config
-        plan = draft_plan(layout.apply(config), layout.world(self.space.world)).plan
-        parameters = () if plan is None else plan.parameters
+        plan = draft_plan(layout.apply(config), layout.world(self.space.world), self._trace(layout)).plan
+        parameters = () if plan is None else plan.known_parameters
         return _StateSizes.of(parameters, config.precision.element_bytes, state_bytes(config, parameters))
 
     def _data_ranks(self, layout: Layout) -> int:
@@ -166,7 +191,10 @@ class Evaluator:
         ranks, with as many data ranks as expert parallelism needs; or a share of those of one rank.
         """
         tensor, context, expert = (layout.tensor, layout.context, layout.expert) if divided else (1, 1, 1)
-        key = layout.engine, tensor, context, expert, layout.micro_batch, layout.recomputation
+        # Recomputation has a trace of its own, which is made only if layouts without it do not suffice.
+        traced = self._traces is not None
+        recomputation = self.layouts[0].recomputation if traced else layout.recomputation
+        key = layout.engine, tensor, context, expert, layout.micro_batch, recomputation
         if key not in self._microbatches:
             alone = Layout(
                 nodes=1,
@@ -176,10 +204,12 @@ class Evaluator:
                 expert=expert,
                 zero=0 if layout.engine is EngineName.local else 1,
                 micro_batch=layout.micro_batch,
-                recomputation=layout.recomputation,
+                recomputation=recomputation,
             )
             self._microbatches[key] = self._run_alone(alone)
         seconds, stored = self._microbatches[key]
+        if recomputation != layout.recomputation:
+            stored = 0.0
         ranks = 1 if divided else layout.tensor * layout.context
         return seconds / ranks, stored / ranks
 
@@ -189,7 +219,7 @@ class Evaluator:
         train = replace(config.train, global_batch=data * layout.micro_batch)
         train = replace(train, batch_ramp=type(train.batch_ramp)())
         world = replace(self.space.world, ranks=data * layout.tensor * layout.context)
-        plan = draft_plan(replace(config, train=train), world).plan
+        plan = draft_plan(replace(config, train=train), world, self._trace(layout)).plan
         estimate = None if plan is None else estimate_step(plan, self.profile)
         if plan is None or estimate is None:
             return 0.0, 0.0

@@ -13,6 +13,7 @@ from toolkit.estimate.operators import (
     Elementwise,
     Operator,
     RankShare,
+    TracedCalls,
     Work,
     attention_work,
     embedding_work,
@@ -25,12 +26,13 @@ from toolkit.plan.megatron import virtual_stages
 from toolkit.plan.pipeline_stages import stage_chunks, stage_layers
 from toolkit.plan.rank_parameters import is_expert_parameter, rank_parameters
 from toolkit.plan.recomputation import recomputation_keys
-from toolkit.plan.trace import ModuleTrace
+from toolkit.plan.trace import ModuleTrace, OperatorWork
 from toolkit.plan.types import Device, RunPlan
 
 LOCAL_LAYERS = "megatron-core"  # the name of kernels.layers without Transformer Engine
 # Bytes for each parameter and micro-batch: a 16-bit gradient is written, read, and added to the fp32 sum.
-GRADIENT_BYTES = 2 + 2 + 2 * 4
+GRADIENT_WRITE_BYTES = 2
+GRADIENT_BYTES = GRADIENT_WRITE_BYTES + 2 + 2 * 4
 # Operators that take the host as long as exchanging the messages of one pass with the neighbouring stages,
 # and the schedule's own work.
 MESSAGE_OPERATORS = 5
@@ -38,8 +40,7 @@ NOTHING = Exposed()
 # Modules of a layer without parameters: layer, attention, feed-forward, activation function.
 MODULES_AROUND = 4
 MODULES_OUTSIDE = 6  # of the layers: the model and its base, embedding, rotary embedding, norm, output layer
-# Operators of torch that the host starts in the time of one operator of estimate/operators.py.
-TRACED_OPERATORS = 5
+ATTENTION = "scaled_dot_product"  # in the names of torch's fused kernels of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +121,34 @@ def pipeline_of_stages(
 def traced_stage(plan: RunPlan, trace: ModuleTrace, profile: HardwareProfile) -> Stage:
     """The whole model, from a trace of its operators (models/trace.py) instead of the layers of a family.
 
-    Matrix products run at the rate of large ones. Besides them, every byte that exists at the peak is written
-    and read in each pass. The host starts ``TRACED_OPERATORS`` of them in the time of one operator of a
-    family's layers, which is a module with several of torch's.
+    The trace has every operation of torch, so the layers are not slower than the sum of their operators.
     """
     element = plan.config.precision.element_bytes
-    clock = profile.matmul_rate(element) / profile.torch_layers
-    total = sum(trace.forward_flops.values()) + sum(trace.backward_flops.values())
-
-    def one(flops: Mapping[str, float]) -> Pass:
-        work = sum(flops.values())
-        device = work / clock + 2 * trace.peak_bytes / profile.effective_bandwidth
-        started = trace.operators * (work / total if total else 0.5)
-        return Pass(max(device, started * profile.host_seconds / TRACED_OPERATORS), NOTHING)
-
+    clock = DeviceClock(profile, element, 1.0)
+    hooks = len(_owners(trace)) * profile.module_seconds if _fetches_modules(plan) else 0.0
     elements = float(trace.numel)
-    passes = (one(trace.forward_flops),), (one(trace.backward_flops),)
-    return Stage(*passes, elements, 0.0, _updated(plan, elements, 0.0))
+    # The trace has the write of each gradient, which the engine then adds to its own.
+    gradients = Elementwise(elements * (GRADIENT_BYTES - GRADIENT_WRITE_BYTES))
+    forward = clock.seconds(_traced_calls(trace.forward_work, backward=False), hooks=hooks)
+    backward = clock.seconds((*_traced_calls(trace.backward_work, backward=True), gradients), hooks=hooks)
+    return Stage((forward,), (backward,), elements, 0.0, _updated(plan, elements, 0.0))
+
+
+def _traced_calls(works: Mapping[str, OperatorWork], *, backward: bool) -> tuple[Operator, ...]:
+    return tuple(
+        TracedCalls(work, attention=ATTENTION in name, backward=backward) for name, work in works.items()
+    )
+
+
+def _owners(trace: ModuleTrace) -> set[str]:
+    """The modules of a trace that have parameters, and those around them."""
+    found = {""}
+    for spec in trace.parameters:
+        owner = spec.name.rpartition(".")[0]
+        while owner not in found:
+            found.add(owner)
+            owner = owner.rpartition(".")[0]
+    return found
 
 
 def _updated(plan: RunPlan, dense: float, experts: float) -> float:

@@ -35,7 +35,7 @@ HOST_BYTES_PER_SECOND = 2e10  # of memory that the CPU optimizer of one rank mov
 
 def estimate_step(plan: RunPlan, profile: HardwareProfile) -> StepEstimate | None:
     """Return the predicted time of one optimizer step; None if it is not known (:func:`why_no_estimate`)."""
-    if plan.config.task.target is not None:
+    if plan.shape is not None and plan.config.task.target is not None:
         return None
     network, element = Network(plan, profile), plan.config.precision.element_bytes
     if plan.shape is not None:
@@ -94,7 +94,7 @@ def estimate_step(plan: RunPlan, profile: HardwareProfile) -> StepEstimate | Non
 
 def why_no_estimate(plan: RunPlan, profile: HardwareProfile | None) -> str | None:
     """Why the time of a step is not predicted; None if it is."""
-    if plan.config.task.target is not None:
+    if plan.shape is not None and plan.config.task.target is not None:
         return "the operations of task.target are not known"
     if isinstance(plan.trace, NotTraced):
         return f"the operators are not known, because {plan.trace.reason}"

@@ -30,9 +30,9 @@ from toolkit.errors import UserError
 from toolkit.families.base import ParameterSpec
 from toolkit.models import operator_recorder
 from toolkit.models.build import replace_parameters
-from toolkit.models.operator_recorder import OperatorRecorder
+from toolkit.models.operator_recorder import NO_WORK, OperatorRecorder
 from toolkit.plan.hugging_face import block_number
-from toolkit.plan.trace import ModuleTrace
+from toolkit.plan.trace import ModuleTrace, OperatorWork
 
 # Fewer blocks are all traced; of more, one trace has BASE blocks, one BASE + 1, and one CHECK blocks.
 MOST_TRACED, BASE, CHECK = 8, 2, 4
@@ -94,6 +94,8 @@ def trace_module(
         peak_bytes=measured.peak_bytes,
         forward_flops=dict(measured.forward_flops),
         backward_flops=dict(measured.backward_flops),
+        forward_work=measured.forward_work,
+        backward_work=measured.backward_work,
         recomputed_flops=measured.recomputed_flops,
         operators=measured.operators,
         traced_blocks=traced,
@@ -110,6 +112,8 @@ class _Measured:
     forward_flops: Counter[str]
     backward_flops: Counter[str]
     recomputed_flops: int
+    forward_work: dict[str, OperatorWork]
+    backward_work: dict[str, OperatorWork]
 
     def plus(self, other: _Measured, factor: int) -> _Measured:
         """``self + factor x other``."""
@@ -120,11 +124,21 @@ class _Measured:
             _plus(self.forward_flops, other.forward_flops, factor),
             _plus(self.backward_flops, other.backward_flops, factor),
             self.recomputed_flops + factor * other.recomputed_flops,
+            _plus_work(self.forward_work, other.forward_work, factor),
+            _plus_work(self.backward_work, other.backward_work, factor),
         )
 
 
 def _plus(left: Counter[str], right: Counter[str], factor: int) -> Counter[str]:
     return Counter({name: left[name] + factor * right[name] for name in {*left, *right}})
+
+
+def _plus_work(
+    left: Mapping[str, OperatorWork], right: Mapping[str, OperatorWork], factor: int
+) -> dict[str, OperatorWork]:
+    """``left + factor x right``, without operators of which nothing is left."""
+    every = {name: left.get(name, NO_WORK).plus(right.get(name, NO_WORK), factor) for name in {*left, *right}}
+    return {name: work for name, work in every.items() if work != NO_WORK}
 
 
 def _measure(
@@ -135,7 +149,7 @@ def _measure(
         recorder.record(tensor)
     with recorder, explain_errors():
         result = loss()
-        saved, forward = recorder.bytes, Counter(recorder.flops)
+        saved, forward, work = recorder.bytes, Counter(recorder.flops), dict(recorder.work)
         recorder.in_backward = True
         result.backward()
     return _Measured(
@@ -145,6 +159,8 @@ def _measure(
         forward_flops=forward,
         backward_flops=recorder.flops - forward,
         recomputed_flops=recorder.recomputed_flops,
+        forward_work=work,
+        backward_work=_plus_work(recorder.work, work, -1),
     )
 
 

@@ -11,7 +11,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import InputError, Problem, UserError
 from toolkit.estimate.measured_factors import MeasuredEstimate
 from toolkit.estimate.present_scaling import describe_layout
-from toolkit.estimate.scaling import Estimator
+from toolkit.estimate.scaling import Estimator, Planner
 from toolkit.monitor.calibration_runs import world_of
 from toolkit.monitor.measured_steps import MeasuredSteps, read_measured_steps
 from toolkit.plan import make_plan
@@ -19,13 +19,18 @@ from toolkit.plan.types import RunPlan, World
 
 
 def estimate_measured(
-    folders: Sequence[Path], config: RunConfig, world: World, estimate: Estimator
+    folders: Sequence[Path],
+    config: RunConfig,
+    world: World,
+    estimate: Estimator,
+    plan_run: Planner = make_plan,
 ) -> list[MeasuredEstimate]:
     """Return the estimates and the measured steps of the runs in ``folders``, by rising number of ranks.
 
     Args:
         config: whose step time the runs are to predict, on machines like those of ``world``.
         estimate: of a plan.
+        plan_run: plans a run; for a model without a family, with its trace.
 
     Raises:
         InputError: a run has too few measured steps, cannot be planned any more, or has another model,
@@ -34,7 +39,7 @@ def estimate_measured(
     found = []
     for folder in folders:
         steps = read_measured_steps(folder)
-        plan = _plan(folder, steps)
+        plan = _plan(folder, steps, plan_run)
         differences = [
             Problem(
                 "measured",
@@ -63,10 +68,10 @@ def estimate_measured(
     return sorted(found, key=lambda run: run.ranks)
 
 
-def _plan(folder: Path, steps: MeasuredSteps) -> RunPlan:
+def _plan(folder: Path, steps: MeasuredSteps, plan_run: Planner) -> RunPlan:
     """Return the plan of the run as this version of the toolkit makes it."""
     try:
-        return make_plan(from_yaml(steps.config), world_of(steps.plan["world"]))
+        return plan_run(from_yaml(steps.config), world_of(steps.plan["world"]))
     except UserError as error:
         raise _unusable(folder, f"this version cannot plan it: {error.problems[0].seen}") from error
     except (KeyError, TypeError, ValueError) as error:

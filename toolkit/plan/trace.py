@@ -13,6 +13,30 @@ from typing import Any
 from toolkit.families.base import ParameterSpec
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorWork:
+    """What all calls of one operator do in one pass, from which their time is predicted.
+
+    Attributes:
+        flops: that kernels compute: those of attention without the pairs that a causal kernel skips, and in
+            the backward pass with the scores that it computes again.
+        moved_bytes: bytes that they read and write, each tensor once.
+        calls: without those that only view a tensor.
+    """
+
+    flops: float
+    moved_bytes: float
+    calls: float
+
+    def plus(self, other: OperatorWork, factor: float) -> OperatorWork:
+        """``self + factor x other``."""
+        return OperatorWork(
+            self.flops + factor * other.flops,
+            self.moved_bytes + factor * other.moved_bytes,
+            self.calls + factor * other.calls,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTrace:
     """Bytes, FLOPs and operators of the forward and backward pass of one micro-batch.
@@ -26,6 +50,7 @@ class ModuleTrace:
             parameter exists until it is complete and an engine adds it to its own buffers.
         forward_flops, backward_flops: FLOPs by operator, such as ``aten::mm``. The backward pass includes
             what it recomputes. Attention counts all pairs of tokens, and nothing that a fused kernel repeats.
+        forward_work, backward_work: by operator, without those that only view tensors.
         recomputed_flops: of activations that the backward pass computes again.
         operators: the number of operators, which is the number of kernels to launch in eager mode, or more.
         traced_blocks: the numbers of blocks that were traced if the figures are extrapolated from them, and
@@ -38,6 +63,8 @@ class ModuleTrace:
     peak_bytes: int
     forward_flops: Mapping[str, float]
     backward_flops: Mapping[str, float]
+    forward_work: Mapping[str, OperatorWork]
+    backward_work: Mapping[str, OperatorWork]
     recomputed_flops: float
     operators: int
     traced_blocks: tuple[int, ...] | None = None

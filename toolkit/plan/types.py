@@ -211,6 +211,13 @@ class RunPlan:
     trace: ModuleTrace | NotTraced | None = None  # of a model without a family; None if it was not tried
 
     @property
+    def known_parameters(self) -> tuple[ParameterSpec, ...]:
+        """``parameters``, or those of the trace; empty if neither is known."""
+        if self.parameters or not isinstance(self.trace, ModuleTrace):
+            return self.parameters
+        return self.trace.parameters
+
+    @property
     def unit(self) -> str:
         """The unit of mean losses and of throughput, in the plural."""
         if self.task_unit is not None:
