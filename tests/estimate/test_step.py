@@ -296,7 +296,7 @@ def test_model_without_a_family_is_predicted_from_its_trace() -> None:
     own = replace(make_plan(run_config(model=ModelConfig(target="my.Model")), CPU), trace=trace)
     estimate = predict(own)
     micro_batches, rate = 2, H100.matmul_rate(4)
-    forward = 1e15 / rate + 1e12 / H100.moved_per_second
+    forward = 1e15 / rate + 1e12 / H100.effective_bandwidth
     assert estimate.parts["forward"] == pytest.approx(micro_batches * forward, rel=1e-3)
     assert estimate.parts["backward"] == pytest.approx(2 * estimate.parts["forward"], rel=1e-3)
 
