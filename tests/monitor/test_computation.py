@@ -108,7 +108,8 @@ def test_rank_is_the_one_at_whose_place_the_first_difference_is() -> None:
         ]
     )
     assert found is not None
-    assert (found.module, [peer.rank for peer in found.guilty]) == ("layers.0", [5]), "not a later stage"
+    assert found.module == "layers.0 of pipeline stage 0", "not a later stage"
+    assert [peer.rank for peer in found.guilty] == [5]
 
 
 def test_module_that_only_one_rank_called_is_a_difference() -> None:

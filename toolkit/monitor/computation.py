@@ -77,7 +77,10 @@ def find_difference(forwards: Sequence[RankForward]) -> ForwardDifference | None
         usual, votes = Counter(peer.passes[0].get(module) for peer in peers).most_common(1)[0]
         majority = 2 * votes > len(peers)
         guilty = [peer for peer in peers if peer.passes[0].get(module) != usual] if majority else []
-    return ForwardDifference(module, tuple(peers), tuple(unstable), tuple(guilty))
+    stage = peers[0].place[0]
+    several = any(forward.place[0] != stage for forward in forwards)
+    name = f"{module} of pipeline stage {stage}" if several else module  # stages number their own layers
+    return ForwardDifference(name, tuple(peers), tuple(unstable), tuple(guilty))
 
 
 def make_alert(step: int, difference: ForwardDifference, equal_at: int | None) -> Alert:
