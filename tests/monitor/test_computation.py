@@ -62,7 +62,15 @@ def test_two_ranks_that_always_differ_do_not_show_which_is_wrong() -> None:
     alert = make_alert(20, found, None)
     assert alert.where == "ranks 0, 1"
     assert alert.cause.endswith("one of them is wrong")
+    assert "without node0 (Slurm: cluster.slurm.exclude=node0)" in alert.next_step
     assert "from before this attempt" in alert.next_step
+
+
+def test_remedy_excludes_all_suspected_hosts_in_one_word() -> None:
+    found = find_difference([forward(1), forward(2, *always("embed"))])
+    assert found is not None
+    next_step = make_alert(20, found, None).next_step
+    assert """without node0, node1 (Slurm: 'cluster.slurm.exclude="node0,node1"')""" in next_step
 
 
 @pytest.mark.parametrize("which", [0, 1])

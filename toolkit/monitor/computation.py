@@ -107,6 +107,9 @@ def make_alert(step: int, difference: ForwardDifference, equal_at: int | None) -
     since = f"equal after step {equal_at}" if equal_at is not None else "not seen equal in this attempt"
     before = f"before step {equal_at + 1}" if equal_at is not None else "from before this attempt"
     hosts = list(dict.fromkeys(suspect.host for suspect in suspects))
+    exclude = f"cluster.slurm.exclude={hosts[0]}"
+    if len(hosts) > 1:
+        exclude = f"""'cluster.slurm.exclude="{",".join(hosts)}"'"""
     numbers = ", ".join(str(suspect.rank) for suspect in suspects[:SHOWN])
     return Alert(
         name="replicas-differ",
@@ -117,11 +120,10 @@ def make_alert(step: int, difference: ForwardDifference, equal_at: int | None) -
         cause=cause,
         evidence=f"64-bit hashes of the outputs of {len(difference.peers[0].passes[0])} modules in two "
         f"forward passes after step {step}; {since}",
-        next_step=f"stop, and start the same command without {', '.join(hosts[:SHOWN])} (Slurm: "
-        f"cluster.slurm.exclude={hosts[0]}) with resume=RUN_DIR/checkpoints/step-N of a checkpoint {before}; "
-        "test the hardware: dcgmi diag -r 3, and memtest for the host. If ranks on many hosts differ, "
-        "the hosts or their software are not alike, or kernels are not deterministic (check with "
-        "debug.deterministic=true)",
+        next_step=f"stop, and start the same command without {', '.join(hosts[:SHOWN])} (Slurm: {exclude}) "
+        f"with resume=RUN_DIR/checkpoints/step-N of a checkpoint {before}; test the hardware: "
+        "dcgmi diag -r 3, and memtest for the host. If ranks on many hosts differ, the hosts or their "
+        "software are not alike, or kernels are not deterministic (check with debug.deterministic=true)",
     )
 
 

@@ -68,16 +68,9 @@ class ComputationCheck(Hook):
         if self._axes.data > 1 and self._all_equal(first):
             self._equal_at = completed.step
             return
-        host = (
-            os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        )  # the name by which Slurm excludes it
-        own = RankForward(
-            self._context.rank,
-            self._place,
-            host,
-            str(self._engine.device),
-            (first, self._engine.forward_hashes(batch)),
-        )
+        second = self._engine.forward_hashes(batch)
+        device = str(self._engine.device)
+        own = RankForward(self._context.rank, self._place, _host_name(), device, (first, second))
         difference = find_difference(self._gather(own))
         if difference is None:
             self._equal_at = completed.step
@@ -115,3 +108,8 @@ class ComputationCheck(Hook):
         if self._axes.size > 1:
             dist.all_gather_object(everyone, value)
         return everyone
+
+
+def _host_name() -> str:
+    """The name by which Slurm excludes this host, if it runs there."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
