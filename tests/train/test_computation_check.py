@@ -150,6 +150,7 @@ def test_wrong_output_is_found_and_losses_are_those_without_the_check(
 
     faulty = pool.run(train, plan, module, {odd: add_ulp}, True, ranks=cell.ranks)[0]
     assert faulty.results[: SINCE - 1] == without.results[: SINCE - 1]
+    assert faulty.results != without.results, "control: a wrong bit in a forward is seen in the results"
     assert faulty.replicas == [], "weights are equal although they are wrong: the other check is blind to it"
     assert [alert.step for alert in faulty.alerts] == [step for step in (4, 6) if step >= SINCE]
     for alert in faulty.alerts:
@@ -222,6 +223,21 @@ def test_single_bit_of_one_output_changes_its_hash() -> None:
     module[1].register_forward_hook(lambda module, given, output: add_ulp(output, 0))
     wrong = run()
     assert (wrong["0"] == healthy["0"], wrong["1"] == healthy["1"]) == (True, False)
+
+
+@pytest.mark.full
+def test_compiled_layers_are_hashed_as_a_whole() -> None:
+    model, inputs = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))),
+        torch.ones(2, 4),
+    )
+    layer = model[0]
+    layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
+    model[2].compile(backend="eager")
+    for _ in range(2):
+        with hash_forward([model], torch.device("cpu")) as hashes:
+            model(inputs)
+        assert list(hashes.read()) == ["0", "1.0", "1.1"], "a hook in a graph would stay there"
 
 
 def test_stop_ends_the_run_unsaved_and_names_the_host(
