@@ -150,7 +150,6 @@ def test_wrong_output_is_found_and_losses_are_those_without_the_check(
 
     faulty = pool.run(train, plan, module, {odd: add_ulp}, True, ranks=cell.ranks)[0]
     assert faulty.results[: SINCE - 1] == without.results[: SINCE - 1]
-    assert faulty.results != without.results, "control: a wrong bit in a forward is seen in the results"
     assert faulty.replicas == [], "weights are equal although they are wrong: the other check is blind to it"
     assert [alert.step for alert in faulty.alerts] == [step for step in (4, 6) if step >= SINCE]
     for alert in faulty.alerts:
