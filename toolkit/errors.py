@@ -24,7 +24,9 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILURE = 1
     USER = 2  # an error in configuration or input; a restart cannot help
-    DIVERGED = 65  # a loss, gradient or weight is infinite or NaN; a restart would repeat it (EX_DATAERR)
+    # A loss, gradient or weight is infinite or NaN, or a rank computes wrong values. A restart would repeat
+    # it (EX_DATAERR).
+    DIVERGED = 65
     STOPPED = 75  # stopped by a signal after a save; a restart continues (EX_TEMPFAIL of sysexits.h)
 
 

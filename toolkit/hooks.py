@@ -14,12 +14,12 @@ in which a hook may communicate with other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toolkit.engine.protocol import StepResult
+from toolkit.engine.protocol import MicroBatch, StepResult
 from toolkit.engine.rank_sync import StepConsensus
 from toolkit.monitor.sink import Row
 from toolkit.plan.types import RunPlan
@@ -36,6 +36,7 @@ class CompletedStep:
         consensus: what all ranks agreed on after the step.
         last: whether it is the last step of the whole run: ``train.steps``, or the step after which the run
             ends early.
+        micro_batches: those of this rank, on its device. A hook does not change them.
     """
 
     step: int
@@ -44,6 +45,7 @@ class CompletedStep:
     seconds: float
     consensus: StepConsensus
     last: bool
+    micro_batches: Sequence[MicroBatch] = ()
 
 
 @dataclass(frozen=True, slots=True)

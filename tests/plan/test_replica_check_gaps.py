@@ -39,3 +39,12 @@ def test_replicated_layouts_have_few_gaps() -> None:
     assert replica_check_gaps(tiny_plan(ranks=2, monitor__replicas_every=0)) == [
         "anything: monitor.replicas_every=0"
     ]
+
+
+def test_checks_of_the_computation_narrow_the_gaps() -> None:
+    def gaps(ranks: int, **changes: int) -> str:
+        return "; ".join(replica_check_gaps(tiny_plan(ranks=ranks, monitor__computation_every=10, **changes)))
+
+    assert "gradients, and activations other than those of the sampled micro-batches" in gaps(2)
+    assert "there is one data rank" in gaps(2, parallel__tensor=2)
+    assert gaps(2, monitor__replicas_every=0).startswith("weights and states: monitor.replicas_every=0; grad")

@@ -402,6 +402,23 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         "checkpoint.memory_every",
         "leave out checkpoint.memory_every",
     ),
+    (
+        {"model": MIXTRAL, "monitor__computation_every": 10, "parallel__expert": 2},
+        CPU,
+        "monitor.computation_every",
+        "write monitor.computation_every=0",
+    ),
+    (
+        {
+            "engine__name": EngineName.megatron,
+            "monitor__computation_every": 10,
+            "precision__name": Precision.bf16,
+            "precision__fp8": True,
+        },
+        h100s(2),
+        "monitor.computation_every",
+        "Transformer Engine",
+    ),
     ({"run__fork": "other", "resume": "mine"}, CPU, "run.fork", "another run's state"),
     ({"model__target": "mine.Model"}, CPU, "model.target", "one source"),
     ({"model__target": "Model", "model__family": None}, CPU, "model.target", "dotted path"),

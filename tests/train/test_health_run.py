@@ -212,7 +212,7 @@ CASES: list[tuple[Fault, int, str, str, str, str]] = [
     (loss_spike, 1, "loss-jump", "loss-spike", "", f"the loss jumped in step {SINCE}"),
     (leak, 1, "memory-growth", "process-memory", "", "grows step by step"),
     (slow_rank, 2, "straggler", "", "rank 1", "rank 1 (local rank 1 of node 0) computes longer"),
-    (flipped_bit, 2, "replicas-differ", "", "ranks 0, 1", "model.layers.1.mlp.up_proj.weight"),
+    (flipped_bit, 2, "replicas-differ", "state", "ranks 0, 1", "model.layers.1.mlp.up_proj.weight"),
 ]
 QUICK = (slow_loader, not_a_number)
 SAVING: dict[Fault, dict[str, Any]] = {

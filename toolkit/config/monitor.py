@@ -15,6 +15,13 @@ class WandbMode(Enum):
     disabled = "disabled"
 
 
+class OnWrongComputation(Enum):
+    """What follows if ranks compute different values from the same micro-batch."""
+
+    alert = "alert"
+    stop = "stop"
+
+
 @dataclass(kw_only=True, slots=True)
 class MonitorConfig:
     every: int = 10
@@ -40,6 +47,13 @@ class MonitorConfig:
     """Seconds between two samples of the GPUs and the host of each node; 0: none."""
     replicas_every: int = 100
     """Steps between two comparisons of the replicas of weights and states; 0: never."""
+    computation_every: int = 0
+    """Steps between two checks in which all data ranks compute the same micro-batch and compare the bits;
+    0: never. A check costs about a forward pass of one micro-batch.
+    """
+    on_wrong_computation: OnWrongComputation = OnWrongComputation.alert
+    """What follows a difference: alert, or stop (end the run without saving and name the hosts to exclude).
+    """
     hang_seconds: int = 600
     """Seconds without progress (a step, a batch of an evaluation, a save) after which a run is reported as
     hanging, with the stacks of all ranks, and ends; 0: never. It must be longer than a foreground save.
@@ -65,6 +79,7 @@ class MonitorConfig:
             0,
             system_seconds=self.system_seconds,
             replicas_every=self.replicas_every,
+            computation_every=self.computation_every,
             hang_seconds=self.hang_seconds,
             price_per_gpu_hour=self.price_per_gpu_hour,
         )

@@ -19,6 +19,7 @@ from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, StateReader, Te
 from toolkit.config.schema import Precision
 from toolkit.engine import seeding
 from toolkit.engine.compile import compile_model
+from toolkit.engine.forward_hashes import hash_forward
 from toolkit.engine.fp8 import use_fp8_linears
 from toolkit.engine.optimizers import (
     has_optimizer_state,
@@ -169,6 +170,11 @@ class LocalEngine:
         totals = dict(zip(sums, read_numbers(list(sums.values())), strict=True))
         units = sum(count_units(self._objective, batch) for batch in micro_batches)
         return EvalResult(totals.pop(LOSS), units, totals)
+
+    def forward_hashes(self, micro_batch: MicroBatch) -> dict[str, int]:
+        with hash_forward([self._module], self.device) as hashes:
+            hashes.add(LOSS, self._objective.loss_sum(self._module, micro_batch))
+        return hashes.read()
 
     @contextmanager
     def _evaluation_weights(self) -> Iterator[None]:

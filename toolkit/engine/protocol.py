@@ -122,6 +122,14 @@ class Engine(Protocol):
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Compute losses without gradients. Random state and gradients do not change. Collective."""
 
+    def forward_hashes(self, micro_batch: MicroBatch) -> dict[str, int]:
+        """Compute the loss of one micro-batch without gradients and without dropout, and return hashes of
+        what this rank computed: of the outputs of its modules, in the order of their calls, and the loss.
+
+        Ranks that differ only in their data coordinate return equal hashes of the same micro-batch. Weights,
+        buffers, random state and gradients do not change. Collective; waits for the device.
+        """
+
     def shards(self) -> list[Shard]:
         """Views of this rank's weights, master weights and optimizer tensors, for saving and loading."""
 

@@ -171,6 +171,7 @@ class ReplicaDetector:
         before = f"before step {equal + 1}" if equal is not None else "from before this attempt"
         return Alert(
             name="replicas-differ",
+            fault="state",
             where=who,
             level=Level.ERROR,
             step=step,

@@ -1,4 +1,6 @@
-"""Errors that the comparison of replicas (``observe/replicas.py``) cannot detect in a layout."""
+"""Errors that the comparison of replicas (``observe/replicas.py``) and of computations
+(``train/computation_check.py``) cannot detect in a layout.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ def replica_check_gaps(plan: RunPlan) -> list[str]:
     if axes.size == 1:
         return ["one rank: there are no replicas"]
     if not config.monitor.replicas_every:
+        if config.monitor.computation_every:
+            return ["weights and states: monitor.replicas_every=0", _computation_gap(plan)]
         return ["anything: monitor.replicas_every=0"]
-    found = ["gradients and activations, which are freed in each step", "buffers that are not trained"]
+    found = [_computation_gap(plan), "buffers that are not trained"]
     megatron = config.engine.name is EngineName.megatron
     ranged = (
         megatron and plan.megatron is not None and bool(plan.megatron["ddp"].get("use_distributed_optimizer"))
@@ -39,3 +43,11 @@ def replica_check_gaps(plan: RunPlan) -> list[str]:
     if config.offload.optimizer is not OffloadDevice.none:
         found.append("optimizer state that is offloaded")
     return found
+
+
+def _computation_gap(plan: RunPlan) -> str:
+    if not plan.config.monitor.computation_every:
+        return "gradients and activations, which are freed in each step"
+    if plan.axes.data == 1:
+        return "gradients, and activations that a rank always computes wrong: there is one data rank"
+    return "gradients, and activations other than those of the sampled micro-batches without dropout"

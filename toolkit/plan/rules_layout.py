@@ -165,7 +165,29 @@ def _divisor_near(size: int, wanted: int) -> int:
     return max(divisor for divisor in range(1, wanted + 1) if size % divisor == 0)
 
 
+def replicas_compute_alike(ctx: RuleContext) -> Iterator[Problem]:
+    """Whether ``monitor.computation_every`` can compare data ranks to the bit, without changing the run."""
+    config = ctx.config
+    if not config.monitor.computation_every:
+        return
+    if config.parallel.expert > 1:
+        yield make_error(
+            config,
+            "monitor.computation_every parallel.expert",
+            "ranks with different experts compute different parts of a micro-batch",
+            "write monitor.computation_every=0, or parallel.expert=1",
+        )
+    if ctx.megatron and config.precision.fp8:
+        yield make_error(
+            config,
+            "monitor.computation_every precision.fp8",
+            "Transformer Engine stores scales of fp8 outside of buffers, and a forward pass may change them",
+            "write monitor.computation_every=0, or precision=bf16",
+        )
+
+
 RULES: tuple[Rule, ...] = (
+    replicas_compute_alike,
     heads_divide,
     layers_divide,
     sequence_divides,

@@ -35,6 +35,7 @@ from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.usage import read_usage
 from toolkit.train.auto_interval import AutoInterval, ChosenInterval
 from toolkit.train.budget import BudgetWatch
+from toolkit.train.computation_check import ComputationCheck
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.memory_snapshots import MemorySnapshots
 from toolkit.train.metric_tracking import BestCheckpoints, EarlyStopping
@@ -163,6 +164,8 @@ def build_hooks(
     if plan.config.checkpoint.keep_best.metric is not None:
         best = BestCheckpoints(plan.config.checkpoint.keep_best, partial(existing_steps, training))
         hooks.add(best, "checkpoint.keep_best")
+    if plan.config.monitor.computation_every:
+        hooks.add(ComputationCheck(context, training.engine, training.task, monitor.alert))
     soundness = Soundness(plan.config.train)
     hooks.add(soundness, "train.soundness")
     hooks.add(_build_evaluation(training, hooks))

@@ -52,7 +52,8 @@ def train(
             on. Called if a hook raises RollbackRequired.
 
     Raises:
-        Diverged: a value is not finite, or rollbacks have not helped. ``on_end`` has been called.
+        Diverged: a value is not finite, rollbacks have not helped, or a rank computes wrong values.
+            ``on_end`` has been called.
     """
     hooks.on_start(state.step)
     recorder.next_step(state.step + 1)
@@ -74,7 +75,9 @@ def train(
                 consensus = sync(data_seconds, result)
                 last = consensus.end_early or state.step == plan.config.train.steps
                 try:
-                    hooks.on_step(CompletedStep(state.step, lr, result, clock() - start, consensus, last))
+                    hooks.on_step(
+                        CompletedStep(state.step, lr, result, clock() - start, consensus, last, batches)
+                    )
                 except Diverged as error:
                     diverged = error
                     break

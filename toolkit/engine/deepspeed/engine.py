@@ -21,6 +21,7 @@ from toolkit.engine.compile import compile_model, gather_whole_layers
 from toolkit.engine.deepspeed import context_parallel, host_reads, patches, replicas, state, unused_parameters
 from toolkit.engine.deepspeed.build import build_deepspeed_model
 from toolkit.engine.deepspeed.partitions import ZeroPartition, frozen_shards, group_states, read_partitions
+from toolkit.engine.forward_hashes import hash_forward
 from toolkit.engine.fp8 import use_fp8_linears
 from toolkit.engine.optimizers import client_optimizer, spec_of
 from toolkit.engine.protocol import (
@@ -172,12 +173,26 @@ class DeepSpeedEngine:
                         sums[name] = sums.get(name, 0) + value.double()
         finally:
             module.train()
-            if self._stage == 3:
-                state.partition_parameters(self._ds.optimizer)
-                state.gather_persistent_parameters(self._ds.optimizer)
+            self._release_gathered_parameters()
         tokens, *numbers = read_numbers([units, *map(self._sum_over_ranks, sums.values())])
         whole = dict(zip(sums, numbers, strict=True))
         return EvalResult(whole.pop(LOSS), int(tokens), whole)
+
+    def forward_hashes(self, micro_batch: MicroBatch) -> dict[str, int]:
+        module = self._ds.module
+        (batch,) = self._slice_sequences([micro_batch])
+        try:
+            with hash_forward([module], self.device) as hashes:
+                hashes.add(LOSS, self._objective.loss_sum(module, batch))
+        finally:
+            self._release_gathered_parameters()
+        return hashes.read()
+
+    def _release_gathered_parameters(self) -> None:
+        """Release what a forward pass without a backward pass left gathered."""
+        if self._stage == 3:
+            state.partition_parameters(self._ds.optimizer)
+            state.gather_persistent_parameters(self._ds.optimizer)
 
     def shards(self) -> list[Shard]:
         return state.shards(self._ds.optimizer, self._partitions()) + self._frozen()

@@ -20,8 +20,10 @@ from toolkit.checkpoint.shard import Box, Shard, StateReader
 from toolkit.engine import seeding
 from toolkit.engine.deepspeed import host_reads, patches, replicas, state
 from toolkit.engine.deepspeed.partitions import ParameterBox, ZeroPartition, group_states, read_partitions
+from toolkit.engine.forward_hashes import hash_forward
 from toolkit.engine.optimizers import client_optimizer, module_groups, spec_of
 from toolkit.engine.protocol import (
+    LOSS,
     EvalResult,
     MicroBatch,
     Objective,
@@ -119,18 +121,28 @@ class DeepSpeedPipelineEngine:
         )
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        self._prepare_shapes(micro_batches)
-        self._loss.begin(1.0)
-        samples = ((batch["input_ids"], batch) for batch in micro_batches)
         try:
             with seeding.preserve_rng_state(self.device):
-                self._ds.eval_batch(
-                    samples, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
-                )
+                self._evaluate(micro_batches)
         finally:
             self._module.train()
         loss, units = read_numbers([self._sum(self._loss.sum), self._sum_units(micro_batches)])
         return EvalResult(loss_sum=loss, tokens=int(units))
+
+    def forward_hashes(self, micro_batch: MicroBatch) -> dict[str, int]:
+        with hash_forward([self._module], self.device) as hashes:
+            self._evaluate([micro_batch])
+            hashes.add(LOSS, self._loss.sum)
+        return hashes.read()
+
+    def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Add the losses of the micro-batches to ``_loss.sum``, on the last stage."""
+        self._prepare_shapes(micro_batches)
+        self._loss.begin(1.0)
+        samples = ((batch["input_ids"], batch) for batch in micro_batches)
+        self._ds.eval_batch(
+            samples, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
+        )
 
     def shards(self) -> list[Shard]:
         """A tied weight and its moments are saved by the first stage; the last stage stores equal copies."""

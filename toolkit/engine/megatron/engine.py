@@ -20,10 +20,12 @@ from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
 from toolkit.checkpoint.shard import Shard, StateReader
 from toolkit.data.evaluation import IGNORE_INDEX
 from toolkit.engine import seeding
+from toolkit.engine.forward_hashes import hash_forward
 from toolkit.engine.megatron import cpu, patches
 from toolkit.engine.optimizers import has_optimizer_state, master_or_weight_key
 from toolkit.engine.precision import LossScaler
 from toolkit.engine.protocol import (
+    LOSS,
     EvalResult,
     MicroBatch,
     Objective,
@@ -132,6 +134,11 @@ class MegatronEngine:
                 chunk.train()
         loss, units = read_numbers([self._sum(loss_sum), self._sum_units(micro_batches)])
         return EvalResult(loss_sum=loss, tokens=int(units))
+
+    def forward_hashes(self, micro_batch: MicroBatch) -> dict[str, int]:
+        with hash_forward(self._model.chunks, self.device) as hashes:
+            hashes.add(LOSS, self._forward_backward(self._pad_rounds([micro_batch]), None, 0))
+        return hashes.read()
 
     def shards(self) -> list[Shard]:
         self._model.wait_for_weights()

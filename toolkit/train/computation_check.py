@@ -1,0 +1,115 @@
+"""Compute a micro-batch of one data rank on all of them, every ``monitor.computation_every`` steps.
+
+A GPU or core that computes wrong values reports no error, and the comparison of replicas does not notice it,
+because averaged gradients spread the wrong values to all replicas alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from toolkit.config.monitor import OnWrongComputation
+from toolkit.engine.protocol import CountedBatch, Engine, MicroBatch, Objective, count_units
+from toolkit.hooks import CompletedStep, Hook
+from toolkit.layout.axes import Coordinates
+from toolkit.monitor.alert import Alert
+from toolkit.monitor.computation import RankForward, find_difference, make_alert
+from toolkit.observe.context import RankContext
+from toolkit.train.nonfinite import Diverged
+
+T = TypeVar("T")
+
+
+class WrongComputation(Diverged):
+    """Training ends because ranks computed different values from the same micro-batch."""
+
+    def __init__(self, alert: Alert, run_dir: str) -> None:
+        super().__init__(f"step {alert.step}: {alert.cause}", weights_finite=True)
+        self._remedy = alert.next_step.replace("RUN_DIR", run_dir)
+
+    def describe(self, checkpoint: str | None, *, checked: bool) -> str:
+        newest = f"the newest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
+        return f"{self}; {newest}.\n    remedy: {self._remedy}"
+
+
+class ComputationCheck(Hook):
+    """Compare forward passes of one micro-batch over the data axis.
+
+    Each check takes the micro-batch of another data rank. If all ranks agree, it costs one forward pass. If
+    not, each computes it a second time, which shows ranks that disagree with themselves. A single data rank
+    always computes it twice.
+
+    It comes before the hooks that save, so that a run that ends here does not save what it doubts.
+    """
+
+    def __init__(
+        self, context: RankContext, engine: Engine, objective: Objective, alert: Callable[[Alert], None]
+    ) -> None:
+        monitor = context.plan.config.monitor
+        self._every = monitor.computation_every
+        self._stops = monitor.on_wrong_computation is OnWrongComputation.stop
+        self._context, self._engine, self._objective, self._alert = context, engine, objective, alert
+        self._axes = context.plan.axes
+        at = self._axes.coordinates(context.rank)
+        self._place = (at.pipeline, at.context, at.tensor)
+        self._equal_at: int | None = None
+
+    def on_step(self, completed: CompletedStep) -> None:
+        if completed.step % self._every or completed.consensus.nonfinite:
+            return
+        batch = self._choose(completed)
+        first = self._engine.forward_hashes(batch)
+        if self._axes.data > 1 and self._all_equal(first):
+            self._equal_at = completed.step
+            return
+        second = self._engine.forward_hashes(batch)
+        device = str(self._engine.device)
+        own = RankForward(self._context.rank, self._place, _host_name(), device, (first, second))
+        difference = find_difference(self._gather(own))
+        if difference is None:
+            self._equal_at = completed.step
+            return
+        alert = make_alert(completed.step, difference, self._equal_at)
+        if self._context.rank == 0:
+            self._alert(alert)
+        if self._stops:
+            raise WrongComputation(alert, self._context.plan.run_dir)
+
+    def _choose(self, completed: CompletedStep) -> MicroBatch:
+        """Return the micro-batch of this check. Collective."""
+        turn, replica = divmod(completed.step // self._every, self._axes.data)
+        batch = completed.micro_batches[turn % len(completed.micro_batches)]
+        if self._axes.data == 1:
+            return batch
+        source = self._axes.rank(Coordinates(tensor=0, context=0, data=replica, pipeline=0))
+        sent: list[Any] = [None]
+        if self._context.rank == source:
+            sent[0] = (
+                {name: tensor.cpu() for name, tensor in batch.items()},
+                count_units(self._objective, batch),
+            )
+        dist.broadcast_object_list(sent, src=source)
+        tensors, units = sent[0]
+        return CountedBatch({name: tensor.to(self._engine.device) for name, tensor in tensors.items()}, units)
+
+    def _all_equal(self, hashes: dict[str, int]) -> bool:
+        digest = hashlib.blake2b(repr(hashes).encode(), digest_size=8).digest()
+        found = set(self._gather((self._place, digest)))
+        return len(found) == len({place for place, _ in found})
+
+    def _gather(self, value: T) -> list[T]:
+        everyone = [value] * self._axes.size
+        if self._axes.size > 1:
+            dist.all_gather_object(everyone, value)
+        return everyone
+
+
+def _host_name() -> str:
+    """The name by which Slurm excludes this host, if it runs there."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
