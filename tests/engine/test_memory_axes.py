@@ -237,7 +237,7 @@ def test_saved_activations_of_a_block_match_the_formula(name: str, pool: RankPoo
         element=2 if "bf16" in name else 4,
         fused_norms=False,
         attention=plans[0].kernels.attention.name,
-        masks=has_dense_mask(plans[0].config, plans[0].kernels.attention.name),
+        has_mask=has_dense_mask(plans[0].config, plans[0].kernels.attention.name),
         repeats_keys=repeats_keys(plans[0].config, plans[0].kernels.attention.name, Device.CPU),
         fused_activation="fused" in name,
         documents="documents" in name,
