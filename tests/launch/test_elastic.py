@@ -158,6 +158,7 @@ def unbroken(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
     return found
 
 
+@pytest.mark.full
 def test_control_another_order_of_samples_gives_other_losses(
     data: Path, unbroken: dict[int, float], tmp_path: Path
 ) -> None:

@@ -113,9 +113,9 @@ def start_attempt(
     check_user_code(plan.config)
     check_schedule(plan)
     directory = RunDirectory(plan.run_dir)
-    directory.check(plan.config)
     if starts := count_earlier_starts(directory, began):
         plan = replace(plan, config=directory.config_for_restart(plan.config, starts))
+    directory.check(plan.config)
     check_remaining_work(plan.config, directory)
     if plan.config.budget.is_set:
         check_budget(plan.config, plan.world.ranks, directory)
