@@ -9,7 +9,7 @@ import time
 
 from toolkit.hooks import CompletedStep, Hook
 
-LONGEST_SECONDS = 4.0
+LONGEST_SECONDS = 10.0
 
 
 class PacedSteps(Hook):
@@ -21,4 +21,4 @@ class PacedSteps(Hook):
 
     def on_step(self, completed: CompletedStep) -> None:
         self._alone += self.context.plan.world.ranks == 1
-        time.sleep(min(0.1 + 0.1 * self._alone, LONGEST_SECONDS))
+        time.sleep(min(0.1 + 0.2 * self._alone, LONGEST_SECONDS))
