@@ -49,7 +49,7 @@ KEYS = (
 )
 ENGINES = {"deepspeed": ("zero=stage2",), "megatron": ("engine=megatron",)}
 # Bounds on waiting, on a machine that is ten times slower than it should be.
-START_SECONDS, CHANGE_SECONDS, END_SECONDS = 300, 600, 600
+START_SECONDS, CHANGE_SECONDS, END_SECONDS = 600, 600, 600
 
 
 class Nodes:
