@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.environment import (
-    Launch,
-    Launcher,
-    check_startable,
-    detect_world,
-    is_elastic,
-    read_launch,
-)
+from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world, read_launch
 from toolkit.cluster.machine_info import (
     GpuInfo,
     MachineInfo,
@@ -21,6 +16,7 @@ from toolkit.cluster.machine_info import (
     nvcc_version,
     select_visible_gpus,
 )
+from toolkit.cluster.node_range import NodeRange
 from toolkit.cluster.process_environment import add_ninja_to_path, set_cuda_defaults, set_defaults
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.schema import EngineName, Precision
@@ -87,20 +83,14 @@ def test_read_torchrun_launch() -> None:
     assert (launch.nodes, launch.node, rest) == (2, 1, ["a=1"])
 
 
-@pytest.mark.parametrize(
-    ("environ", "words", "elastic"),
-    [
-        ({}, ["python", "torchrun", "--nnodes=1:2", "launch/train.py"], True),
-        ({}, ["python", "-m", "torch.distributed.run", "--nnodes", "2:4", "launch/train.py"], True),
-        ({}, ["python", "torchrun", "--nnodes=2:2", "launch/train.py"], False),
-        ({}, ["python", "torchrun", "--nnodes=2", "launch/train.py"], False),
-        ({}, ["python", "torchrun", "launch/train.py"], False),
-        ({"PET_NNODES": "1:8"}, ["python", "torchrun", "launch/train.py"], True),
-        ({"PET_NNODES": "1:8"}, ["python", "torchrun", "--nnodes=2", "launch/train.py"], False),
-    ],
-)
-def test_node_range_makes_torchrun_elastic(environ: dict[str, str], words: list[str], elastic: bool) -> None:
-    assert is_elastic(environ, words) is elastic
+@pytest.mark.parametrize(("nodes", "accepted"), [(2, True), (4, True), (1, False), (5, False)])
+def test_elastic_launch_may_have_another_number_of_nodes_than_the_configuration(
+    nodes: int, accepted: bool
+) -> None:
+    """``cluster.nodes`` counts the nodes of the whole cluster, and the run may have lost one of them."""
+    launch = replace(launched(ranks=3, per_node=1), node_range=NodeRange(2, 4))
+    with nullcontext() if accepted else pytest.raises(ConfigError, match=f"cluster.nodes={nodes}"):
+        assert detect_world(ClusterConfig(nodes=nodes), launch, CPU_MACHINE).nodes == 3
 
 
 @pytest.mark.parametrize("spelling", ["--local_rank=1", "--local-rank=1"])

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from toolkit.cluster.elastic_stop import StopDecision
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.exit_handling import LOST_CONNECTION, ExitHandler
+from toolkit.cluster.node_range import NodeRange
 from toolkit.errors import CheckpointError, ExitCode, Problem
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
@@ -91,28 +93,68 @@ def test_lost_rank_connection_is_recognised(error: Exception, lost: bool, tmp_pa
 # ---- whether torchrun's agent ends with its ranks
 
 
+RESTART = StopDecision(continues=True, leaving=(), reason="1 node joined")
+LEAVE = StopDecision(continues=True, leaving=(0,), reason="node 0 left")
+END = StopDecision(continues=False, leaving=(), reason="SIGTERM (on node 1)")
+
+
 @pytest.mark.parametrize(
-    ("code", "elastic", "restarts", "signalled"),
+    ("code", "nodes", "after_stop", "restarts", "signalled"),
     [
-        (ExitCode.STOPPED, False, 3, True),
-        (ExitCode.USER, False, 3, True),
-        (ExitCode.USER, True, 3, True),
-        (ExitCode.STOPPED, True, 3, False),  # the agent restarts its ranks because a node has joined
-        (ExitCode.STOPPED, False, 0, False),
-        (ExitCode.DONE, False, 3, False),
-        (ExitCode.FAILURE, False, 3, False),
+        (ExitCode.STOPPED, None, None, 3, True),
+        (ExitCode.USER, None, None, 3, True),
+        (ExitCode.USER, NodeRange(1, 2), None, 3, True),
+        (ExitCode.STOPPED, NodeRange(1, 2), RESTART, 3, False),
+        (ExitCode.STOPPED, NodeRange(1, 2), None, 3, False),
+        (ExitCode.STOPPED, NodeRange(1, 2), END, 3, True),
+        (ExitCode.STOPPED, NodeRange(1, 2), END, 0, False),
+        (ExitCode.STOPPED, NodeRange(1, 2), LEAVE, 3, True),
+        (ExitCode.STOPPED, NodeRange(1, 2), LEAVE, 0, True),
+        (ExitCode.STOPPED, None, None, 0, False),
+        (ExitCode.DONE, None, None, 3, False),
+        (ExitCode.FAILURE, None, None, 3, False),
     ],
 )
 def test_torchrun_agent_is_stopped_only_if_a_restart_is_wrong(
-    code: ExitCode, elastic: bool, restarts: int, signalled: bool, monkeypatch: pytest.MonkeyPatch
+    code: ExitCode,
+    nodes: NodeRange | None,
+    after_stop: StopDecision | None,
+    restarts: int,
+    signalled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     exit_handler = ExitHandler(lambda: None)
-    exit_handler.launch = Launch(launcher=Launcher.TORCHELASTIC, restarts_left=restarts, elastic=elastic)
+    exit_handler.launch = Launch(launcher=Launcher.TORCHELASTIC, restarts_left=restarts, node_range=nodes)
+    exit_handler.after_stop = after_stop
     with exit_handler:
         exit_handler.code = code
     assert sent == ([(os.getppid(), signal.SIGTERM)] if signalled else [])
+
+
+def test_process_that_adopted_a_rank_is_not_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the death of its agent, a rank is a child of the first process of its container."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    exit_handler = ExitHandler(lambda: "the launcher (process 7) has ended")
+    exit_handler.launch = Launch(launcher=Launcher.TORCHELASTIC, restarts_left=3)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with exit_handler:
+        exit_handler.code = ExitCode.STOPPED
+    assert sent == []
+
+
+def test_status_gives_the_reason_that_the_nodes_agreed_on(tmp_path: Path) -> None:
+    directory = live(tmp_path)
+    exit_handler = ExitHandler(lambda: "SIGTERM")
+    exit_handler.launch = Launch(launcher=Launcher.TORCHELASTIC, node_range=NodeRange(1, 2))
+    exit_handler.directory, exit_handler.attempt, exit_handler.after_stop = directory, 1, RESTART
+    with exit_handler:
+        exit_handler.code = ExitCode.STOPPED
+    end = directory.status()
+    assert end is not None
+    assert (end.state, end.reason) == (RunState.STOPPED, "1 node joined")
 
 
 # ---- who records the end

@@ -14,6 +14,7 @@ from typing import Any
 from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world
 from toolkit.cluster.job import FROZEN, resolve_from_files
 from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.node_range import check_node_range
 from toolkit.cluster.stop_request import process_start_time
 from toolkit.commands import command_line
 from toolkit.config.cluster import ClusterBackend
@@ -86,9 +87,12 @@ class AttemptSpec:
 
 
 def start_attempt(
-    overrides: Sequence[str] | RunConfig, launch: Launch, machine: MachineInfo
+    overrides: Sequence[str] | RunConfig, launch: Launch, machine: MachineInfo, began: float | None = None
 ) -> tuple[AttemptSpec, RunPlan, RunDirectory]:
     """Compose the configuration, plan the run and open its next attempt. Imports neither torch nor an engine.
+
+    Args:
+        began: when torchrun's first agent started, in seconds since 1970; None: there is none.
 
     Raises:
         UserError: the configuration is wrong; nothing has been written.
@@ -104,12 +108,14 @@ def start_attempt(
     config = load_config(overrides, launch)
     check_startable(config.cluster, launch, machine)
     plan = make_plan(config, detect_world(config.cluster, launch, machine))
+    if launch.node_range is not None:
+        check_node_range(config, launch.node_range, plan.world, agent_store=launch.agent_store)
     check_user_code(plan.config)
     check_schedule(plan)
     directory = RunDirectory(plan.run_dir)
-    directory.check(plan.config)
-    if starts := count_earlier_starts(launch, directory):
+    if starts := count_earlier_starts(directory, began):
         plan = replace(plan, config=directory.config_for_restart(plan.config, starts))
+    directory.check(plan.config)
     check_remaining_work(plan.config, directory)
     if plan.config.budget.is_set:
         check_budget(plan.config, plan.world.ranks, directory)
@@ -123,18 +129,14 @@ def start_attempt(
     return AttemptSpec(to_yaml(plan.config), plan.world, attempt), plan, directory
 
 
-def count_earlier_starts(launch: Launch, directory: RunDirectory) -> int:
+def count_earlier_starts(directory: RunDirectory, began: float | None) -> int:
     """Return how many of the newest attempts were automatic starts of the same command.
 
-    Under torchrun these are the attempts since its agent on this node started: the agent itself only counts
-    failures of this node's ranks.
+    Under torchrun these are the attempts since its first agent ``began``: an agent itself only counts
+    failures of its own node's ranks, and one that joined later may now have rank 0.
     """
     jobs = int(os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("JOBSET_RESTART") or 0)
-    if launch.launcher is not Launcher.TORCHELASTIC:
-        return jobs
-    import psutil
-
-    return jobs + directory.count_attempts_since(psutil.Process(os.getppid()).create_time())
+    return jobs if began is None else jobs + directory.count_attempts_since(began)
 
 
 def start_next_attempt(
@@ -217,7 +219,7 @@ def log_start(plan: RunPlan, attempt: int, launch: Launch) -> None:
     """Log the plan's warnings, the project of the user and the run directory."""
     if (project := find_project()) is not None:
         log.info("%s", project)
-    for warning in (*plan.warnings, *find_memory_warnings(plan, launch), *find_elastic_warnings(launch)):
+    for warning in (*plan.warnings, *find_memory_warnings(plan, launch)):
         log.warning("%s", warning)
     world = plan.world
     size = f"{world.ranks} rank{'s' * (world.ranks > 1)} on {world.gpu or world.device}"
@@ -237,25 +239,6 @@ def find_memory_warnings(plan: RunPlan, launch: Launch) -> list[Problem]:
             "only the process of plain python that restarts ranks (cluster.restarts > 0) continues from "
             "snapshots in memory; none are taken",
             "start with plain python, or leave out checkpoint.memory_every",
-            Severity.WARNING,
-        )
-    ]
-
-
-def find_elastic_warnings(launch: Launch) -> list[Problem]:
-    """Warn that an elastic agent that serves the store cannot take a node back.
-
-    The agent does not publish its address again when a node joins later (torch 2.13,
-    ``DynamicRendezvousHandler.next_rendezvous``), so both sides time out after a minute.
-    """
-    if not (launch.elastic and launch.agent_store):
-        return []
-    return [
-        Problem(
-            "torchrun --nnodes",
-            "torchrun with a range of nodes serves the store of the ranks itself",
-            "such a run survives the loss of a node, but ends when the node returns (PyTorch 2.13)",
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun",
             Severity.WARNING,
         )
     ]

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from toolkit.cluster.machine_info import MachineInfo, detect_machine
+from toolkit.cluster.node_range import NodeRange, parse_node_range
 from toolkit.commands import command_line
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ConfigError, Problem
@@ -40,7 +41,8 @@ class Launch:
     agent_store: bool = False  # the launcher serves the store at address:port
     restart: int = 0  # restarts by this node's launcher so far
     restarts_left: int = 0
-    elastic: bool = False  # torchrun restarts the ranks when a node joins (--nnodes=MIN:MAX)
+    # of torchrun --nnodes=MIN:MAX, which restarts the ranks when a node joins
+    node_range: NodeRange | None = None
     handover: Path | None = None
 
     @property
@@ -98,7 +100,9 @@ def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[L
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart=(restart := int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))),
         restarts_left=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restart,
-        elastic=launcher is Launcher.TORCHELASTIC and is_elastic(environ, _agent_command_line()),
+        node_range=parse_node_range(environ, agent_command_line())
+        if launcher is Launcher.TORCHELASTIC
+        else None,
         handover=handover,
     ), rest
 
@@ -169,7 +173,9 @@ def check_startable(cluster: ClusterConfig, launch: Launch, machine: MachineInfo
 def _check_launched(cluster: ClusterConfig, launch: Launch, machine: MachineInfo) -> None:
     on_gpus = bool(machine.gpus) and cluster.gpus_per_node != 0
     started = f"{launch.launcher} started {launch.ranks} ranks, {launch.ranks_per_node} per node"
-    written: list[tuple[str, object, object]] = [("nodes", cluster.nodes, launch.nodes)]
+    written: list[tuple[str, object, object]] = []
+    if launch.node_range is None or cluster.nodes not in launch.node_range:
+        written.append(("nodes", cluster.nodes, launch.nodes))
     if cluster.gpus_per_node != 0:
         written.append(("gpus_per_node", cluster.gpus_per_node, launch.ranks_per_node))
     if not on_gpus and cluster.cpu_ranks != 1:  # 1 is the default and may not have been set by the user
@@ -274,23 +280,8 @@ def _smallest_gpu_memory(machine: MachineInfo) -> int | None:
     return min((size for size in sizes if size is not None), default=None) if None not in sizes else None
 
 
-def is_elastic(environ: Mapping[str, str], agent_words: Sequence[str]) -> bool:
-    """Return whether torchrun's agent may change the number of nodes during the run (``--nnodes=MIN:MAX``).
-
-    The agent does not pass this setting to its ranks, so read it from the two sources that torchrun itself
-    uses (torch 2.13, ``distributed/run.py``): the agent's command line, or else the variable ``PET_NNODES``.
-    """
-    value = environ.get("PET_NNODES", "")
-    for index, word in enumerate(agent_words):
-        name, _, attached = word.partition("=")
-        if name == "--nnodes":
-            value = attached or "".join(agent_words[index + 1 : index + 2])
-            break
-    least, _, most = value.partition(":")
-    return bool(most) and least != most
-
-
-def _agent_command_line() -> list[str]:
+def agent_command_line() -> list[str]:
+    """Return the command line of the process that started this one: torchrun's agent."""
     import psutil
 
     return psutil.Process(os.getppid()).cmdline()

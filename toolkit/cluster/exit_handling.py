@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from toolkit.cluster.elastic_stop import AfterStop, StopDecision
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.output_log import unwrap_stream
 from toolkit.cluster.rendezvous import PeerExited, Rendezvous
@@ -65,6 +66,7 @@ class ExitHandler:
         launch: set as soon as it is known.
         directory, attempt: set as soon as the run has a folder; rank 0 writes its status there.
         rendezvous: set if there are other ranks; they are aborted on an error.
+        after_stop: set if the ranks of an elastic run have stopped: how the run goes on.
 
     Args:
         raises: exceptions pass after they are recorded, for the program of the user that called the run.
@@ -77,7 +79,9 @@ class ExitHandler:
         self.rendezvous: Rendezvous | None = None
         self.directory: RunDirectory | None = None
         self.attempt = 0
+        self.after_stop: StopDecision | None = None
         self._stop = stop
+        self._parent = os.getppid()
 
     def __enter__(self) -> ExitHandler:
         return self
@@ -107,13 +111,14 @@ class ExitHandler:
             if not notes and is_lost_connection(error):
                 reason = f"{LOST_CONNECTION}; see that rank's own output or its node's log\n{reason}"
             self._report_failure(error)
-        elif self.code is ExitCode.STOPPED and reason is None:
-            reason = "another rank was asked to stop"
+        elif self.code is ExitCode.STOPPED:
+            agreed = self.after_stop.reason if self.after_stop is not None else None
+            reason = agreed or reason or "another rank was asked to stop"
         self.record(reason if self.code is not ExitCode.DONE else None)
         if error is not None and not isinstance(error, PeerExited) and self.rendezvous is not None:
             self.rendezvous.abort_peers(self.code)
         if self._must_end_agent():
-            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(self._parent, signal.SIGTERM)
         if self.code is ExitCode.FAILURE and self.launch.rank == 0 and (text := self._describe_next_start()):
             print(text, file=sys.stderr, flush=True)
         return not self._raises
@@ -122,14 +127,20 @@ class ExitHandler:
         """Return whether to stop torchrun's agent so that it does not restart the ranks.
 
         Ranks must not be restarted after a user's mistake, after non-finite numbers, or after a request to
-        stop. An elastic agent also sends SIGTERM whenever a node joins, then restarts its ranks. They cannot
-        distinguish this from a request to stop, so an elastic agent keeps running; to stop an elastic run,
-        signal torchrun itself.
+        stop. The ranks of an elastic run are also stopped when a node joins or leaves, and then
+        ``after_stop`` decides.
         """
-        if self.launch.restarts_left == 0 or self.launch.local_rank != 0:
+        if self.launch.local_rank != 0 or os.getppid() != self._parent:  # an agent that has died
             return False
-        return self.code in (ExitCode.USER, ExitCode.DIVERGED) or (
-            self.code is ExitCode.STOPPED and not self.launch.elastic
+        if self.code is ExitCode.STOPPED and self.launch.node_range is not None:
+            decision = self.after_stop
+            after = AfterStop.RESTART if decision is None else decision.on_node(self.launch.node)
+            # An agent that may not restart its ranks ends by itself, but closes the rendezvous for all nodes.
+            return after is AfterStop.LEAVE or (after is AfterStop.END and self.launch.restarts_left > 0)
+        return self.launch.restarts_left > 0 and self.code in (
+            ExitCode.USER,
+            ExitCode.DIVERGED,
+            ExitCode.STOPPED,
         )
 
     def _describe_next_start(self) -> str:
@@ -217,8 +228,9 @@ class ExitHandler:
     def log_signal(self, signal_name: str) -> None:
         """Log once that a stop signal was received and what happens next."""
         if self.launch.rank == 0 and self.launch.launcher is not Launcher.SUPERVISOR:
+            then = "stops" if self.launch.node_range is None else "stops, unless a node joins it"
             text = (
-                f"{signal_name}: the run saves after the current step and then stops; press Ctrl-C to "
+                f"{signal_name}: the run saves after the current step and then {then}; press Ctrl-C to "
                 "end it at once without saving\n"
             )
             with suppress(OSError):  # the terminal has closed, which is why SIGHUP was sent

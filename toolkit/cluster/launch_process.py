@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from toolkit.cluster.attempt_spec import AttemptSpec, log_start, start_attempt
 from toolkit.cluster.cpu_affinity import bind_to_gpu
-from toolkit.cluster.environment import Launch
+from toolkit.cluster.elastic_stop import SAVE_SECONDS, agree_after_stop
+from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.machine_info import MachineInfo, detect_machine
 from toolkit.cluster.output_log import tee_output
@@ -82,12 +84,22 @@ def launch_process(
     if plan.config.cluster.preflight:
         _run_preflight(plan, launch, rendezvous)
     set_run_defaults(os.environ, launch, plan, machine)
-    stop.arm(plan.config.cluster.grace_seconds)
+    _arm(stop, launch, plan.config.cluster.grace_seconds)
     if launch.local_rank == 0:
-        watch_preemption(plan.config.cluster.notice, stop.request)
+        watch_preemption(plan.config.cluster.notice, partial(stop.request, leaves=True))
     spec = spec.restart_phase_ended(RestartPhase.START)
     with rendezvous.process_group(plan.world.device):
-        return callbacks.train(plan, launch, spec.restart_phase_ended(RestartPhase.RENDEZVOUS), stop)
+        code = callbacks.train(plan, launch, spec.restart_phase_ended(RestartPhase.RENDEZVOUS), stop)
+        if code is ExitCode.STOPPED and launch.node_range is not None:
+            exit_handler.after_stop = agree_after_stop(launch, rendezvous, stop)
+        return code
+
+
+def _arm(stop: StopRequest, launch: Launch, grace_seconds: float) -> None:
+    if launch.node_range is not None and grace_seconds > SAVE_SECONDS:
+        stop.arm(SAVE_SECONDS, "the seconds that torchrun leaves before a restart")
+    else:
+        stop.arm(grace_seconds)
 
 
 def _exchange_spec(
@@ -101,8 +113,9 @@ def _exchange_spec(
     file.
     """
     composes = launch.rank == 0 and launch.handover is None
+    began = _exchange_beginning(launch, rendezvous)
     if composes:
-        spec, plan, directory = start_attempt(overrides, launch, machine)
+        spec, plan, directory = start_attempt(overrides, launch, machine, began)
     else:
         spec = (
             AttemptSpec.read(launch.handover)
@@ -119,6 +132,25 @@ def _exchange_spec(
         if launch.ranks > 1:
             rendezvous.publish("start", spec.to_json())
     return spec, plan, directory
+
+
+def _exchange_beginning(launch: Launch, rendezvous: Rendezvous) -> float | None:
+    """Return on rank 0 when torchrun's first agent started, in seconds since 1970; None without torchrun.
+
+    The first agent is on this node, unless the number of nodes changes.
+    """
+    if launch.launcher is not Launcher.TORCHELASTIC or launch.local_rank != 0:
+        return None
+    import psutil
+
+    began = psutil.Process(os.getppid()).create_time()
+    if launch.node_range is None or launch.nodes == 1:
+        return began
+    if launch.rank != 0:
+        rendezvous.publish(f"agent/{launch.node}", {"began": began})
+        return None
+    others = rendezvous.receive(*(f"agent/{node}" for node in range(1, launch.nodes)))
+    return min([began, *(other["began"] for other in others)])
 
 
 def _prepare_data(

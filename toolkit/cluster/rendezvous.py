@@ -86,6 +86,18 @@ class Rendezvous:
             raise PeerExited(int(store.get(ERROR)))
         return [json.loads(store.get(name)) for name in names]
 
+    def confirm(self, name: str) -> None:
+        """Report that this rank has received the message ``name``."""
+        self._store().add(f"confirmed/{name}", 1)
+
+    def wait_for_confirmations(self, name: str, ranks: int, seconds: float) -> None:
+        """Wait until so many ranks have confirmed the message ``name``: this process may serve their store.
+        Raises TimeoutError.
+        """
+        store = self._store()
+        confirmed = f"{ranks} confirmations of {name}"
+        self._wait(lambda: store.add(f"confirmed/{name}", 0) >= ranks, confirmed, seconds)
+
     def abort_peers(self, code: int) -> None:
         """Make the other ranks exit with ``code``; the reason has been printed.
 

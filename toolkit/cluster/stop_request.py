@@ -90,14 +90,18 @@ class StopRequest:
         on_signal: called by the watching thread with the first signal's name, once there is something to
             save.
         signal: the signal that made the request, if any.
+        leaves: the request concerns this node only, which goes away: its launcher has died, or a cloud takes
+            the machine back.
     """
 
     def __init__(self) -> None:
         self.abort: Callable[[str, ExitCode], None] = lambda reason, code: None
         self.on_signal: Callable[[str], None] = lambda name: None
         self.signal: signal.Signals | None = None
+        self.leaves = False
         self._watched: Sequence[ProcessHandle] = ()
         self._grace_seconds: float | None = None
+        self._limit_name = ""
         # deadline set by the request itself, instead of the grace period
         self._own_seconds: float | None = None
         self._armed = False
@@ -112,12 +116,12 @@ class StopRequest:
     def __call__(self) -> str | None:
         return self._reason
 
-    def request(self, reason: str, seconds: float | None = None) -> None:
+    def request(self, reason: str, seconds: float | None = None, *, leaves: bool = False) -> None:
         """Request a stop within ``seconds`` (None: the grace period of :meth:`arm`), from any thread. The
         first request wins.
         """
         if self._reason is None:
-            self._own_seconds = seconds
+            self._own_seconds, self.leaves = seconds, leaves
             self._requested_at = time.monotonic()
             self._reason = reason
 
@@ -146,11 +150,14 @@ class StopRequest:
     def _received(self, number: int, frame: object) -> None:
         """Do nothing: the watching thread reads the signal from the pipe."""
 
-    def arm(self, grace_seconds: float | None) -> None:
+    def arm(self, grace_seconds: float | None, limit: str = "cluster.grace_seconds") -> None:
         """From now on the caller polls and saves. The process ends ``grace_seconds`` after a request; None:
         no limit.
+
+        Args:
+            limit: what sets ``grace_seconds``, for the message if saving takes longer.
         """
-        self._grace_seconds = grace_seconds
+        self._grace_seconds, self._limit_name = grace_seconds, limit
         self._armed = True
 
     def wait_if_ending(self) -> None:
@@ -176,7 +183,7 @@ class StopRequest:
             if self._reason is None and (
                 dead := [process.pid for process in self._watched if not process.is_alive()]
             ):
-                self.request(f"the launcher (process {dead[0]}) has ended")
+                self.request(f"the launcher (process {dead[0]}) has ended", leaves=True)
             if self._reason is None or self._closed:
                 continue
             if not self._armed:
@@ -185,7 +192,7 @@ class StopRequest:
             if limit is not None and self._waited() > limit:
                 faulthandler.dump_traceback(2)  # show where saving hangs
                 bound = (
-                    f"cluster.grace_seconds={limit:g}"
+                    f"{self._limit_name}={limit:g}"
                     if self._own_seconds is None
                     else f"the announced {limit:g} s"
                 )
@@ -247,12 +254,12 @@ class ProgramStopRequest(StopRequest):
         self._earlier_wakeup = -1
         self._raises = False
 
-    def arm(self, grace_seconds: float | None) -> None:
+    def arm(self, grace_seconds: float | None, limit: str = "cluster.grace_seconds") -> None:
         if threading.current_thread() is threading.main_thread():  # others cannot handle signals
             self._earlier = {number: signal.getsignal(number) for number in SIGNALS}
             self._earlier_wakeup = signal.set_wakeup_fd(-1)
             self.install(self._launchers)
-        super().arm(grace_seconds)
+        super().arm(grace_seconds, limit)
 
     def close(self) -> None:
         """Stop watching and restore the signal handlers."""

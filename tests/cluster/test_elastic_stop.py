@@ -1,0 +1,114 @@
+"""Whether an elastic run continues after its ranks have stopped. tests/launch/test_elastic.py has whole runs.
+
+pytest tests/cluster/test_elastic_stop.py
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from toolkit.cluster import elastic_stop
+from toolkit.cluster.elastic_stop import (
+    AfterStop,
+    AgentRendezvous,
+    NodeStop,
+    agent_arguments,
+    decide_after_stop,
+)
+from toolkit.cluster.rank_processes import find_free_port
+
+TERM = NodeStop(reason="SIGTERM", leaves=False)
+INTERRUPT = NodeStop(reason="SIGINT", leaves=False)
+OTHER = NodeStop(reason=None, leaves=False)
+PREEMPTED = NodeStop(reason="Google Cloud preempts this machine", leaves=True)
+END, LEAVE, RESTART = AfterStop.END, AfterStop.LEAVE, AfterStop.RESTART
+
+
+@pytest.mark.parametrize(
+    ("stops", "waiting", "after"),
+    [
+        pytest.param([TERM, TERM], 1, [RESTART, RESTART], id="a node joins"),
+        pytest.param([TERM, OTHER], 1, [RESTART, RESTART], id="one agent is first to see a node that joins"),
+        pytest.param([OTHER, OTHER], 2, [RESTART, RESTART], id="the signal reached other ranks of the nodes"),
+        pytest.param([TERM, OTHER], 0, [END, END], id="a stop of one agent"),
+        pytest.param([TERM], 0, [END], id="a stop of the only agent"),
+        pytest.param([INTERRUPT, OTHER], 1, [END, END], id="agents restart ranks with no other signal"),
+        pytest.param([OTHER, PREEMPTED], 0, [RESTART, LEAVE], id="a notice for one machine"),
+        pytest.param([PREEMPTED, TERM], 1, [LEAVE, RESTART], id="a notice while a node joins"),
+        pytest.param([PREEMPTED, INTERRUPT], 0, [END, END], id="a notice while the user stops the run"),
+        pytest.param([TERM, OTHER], None, [RESTART, RESTART], id="unknown: the agents decide"),
+    ],
+)
+def test_elastic_run_continues_unless_it_was_asked_to_stop(
+    stops: list[NodeStop], waiting: int | None, after: list[AfterStop]
+) -> None:
+    decision = decide_after_stop(stops, waiting)
+    assert [decision.on_node(node) for node in range(len(stops))] == after
+
+
+@pytest.mark.parametrize(
+    ("stops", "waiting", "reason"),
+    [
+        ([TERM, TERM], 1, "1 node joined the run: torchrun restarts the ranks with more nodes"),
+        ([OTHER, TERM], 0, "SIGTERM (on node 1)"),
+        ([TERM, INTERRUPT], 0, "SIGINT (on node 1)"),
+        ([TERM], 0, "SIGTERM"),
+        ([OTHER], 0, None),
+        (
+            [OTHER, PREEMPTED],
+            0,
+            "node 1 left the run, which continues on the others: Google Cloud preempts this machine "
+            "(on node 1)",
+        ),
+    ],
+)
+def test_reason_of_a_stop_names_its_node(stops: list[NodeStop], waiting: int, reason: str | None) -> None:
+    assert decide_after_stop(stops, waiting).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["python", "/bin/torchrun", "--nnodes=1:2", "train.py"], ["--nnodes=1:2", "train.py"]),
+        (["python", "-u", "-m", "torch.distributed.run", "train.py"], ["train.py"]),
+        (["python", "agent.py", "train.py"], None),
+    ],
+)
+def test_agent_arguments_follow_the_name_of_torchrun(words: list[str], arguments: list[str] | None) -> None:
+    assert agent_arguments(words) == arguments
+
+
+def test_rank_reads_torchruns_rendezvous_and_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node that waits is entered as an agent would; nothing answers on the other port."""
+    port = find_free_port()
+    agent = get_rendezvous_handler(
+        RendezvousParameters("c10d", f"127.0.0.1:{port}", "one", 1, 2, is_host="1")
+    )
+    words = "python torchrun --nnodes=1:2 --rdzv-backend=c10d --rdzv-id=one --rdzv-conf=is_host=1 train.py"
+    monkeypatch.setattr(
+        elastic_stop,
+        "agent_command_line",
+        lambda: [*words.split()[:-1], f"--rdzv-endpoint=127.0.0.1:{port}", "train.py"],
+    )
+    seen = AgentRendezvous()
+    assert seen.count_waiting_nodes() == 0
+    holder = agent._state_holder
+    holder.sync()
+    holder.state.wait_list.add(agent._this_node)
+    holder.mark_dirty()
+    holder.sync()
+    assert seen.count_waiting_nodes() == 1
+    seen.close()
+    time.sleep(1.1)  # handlers cache the state for a second
+    assert agent.is_closed()
+    monkeypatch.setattr(elastic_stop, "QUERY_SECONDS", 1)
+    monkeypatch.setattr(
+        elastic_stop,
+        "agent_command_line",
+        lambda: [*words.split()[:-1], f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "train.py"],
+    )
+    assert AgentRendezvous().count_waiting_nodes() is None

@@ -1,0 +1,115 @@
+"""The numbers of nodes that an elastic run (``torchrun --nnodes=MIN:MAX``) may have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from toolkit.config.schema import RunConfig
+from toolkit.errors import ConfigError, PlanError, Problem
+from toolkit.plan.types import World
+
+NNODES = "torchrun --nnodes"
+NO_AGENT_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRange:
+    least: int
+    most: int
+
+    def __contains__(self, nodes: object) -> bool:
+        return nodes in range(self.least, self.most + 1)
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}" if self.least < self.most else f"{self.least}"
+
+
+def parse_node_range(environ: Mapping[str, str], agent_words: Sequence[str]) -> NodeRange | None:
+    """Return the range of ``--nnodes=MIN:MAX``; None if the number of nodes is fixed.
+
+    The agent does not pass this setting to its ranks, so read it from the two sources that torchrun itself
+    uses (torch 2.13, ``distributed/run.py``): the agent's command line, or else the variable ``PET_NNODES``.
+    """
+    value = environ.get("PET_NNODES", "")
+    for index, word in enumerate(agent_words):
+        name, _, attached = word.partition("=")
+        if name == "--nnodes":
+            value = attached or "".join(agent_words[index + 1 : index + 2])
+            break
+    least, _, most = value.partition(":")
+    return NodeRange(int(least), int(most)) if most and least != most else None
+
+
+def check_node_range(config: RunConfig, nodes: NodeRange, world: World, *, agent_store: bool) -> None:
+    """Check that a run can have every number of nodes of its range, and can take a node back.
+
+    Args:
+        world: of this start; it has a plan.
+        agent_store: torchrun's agent serves the store of the ranks: ``Launch.agent_store``.
+
+    Raises:
+        ConfigError: with the numbers of nodes that the rules refuse.
+    """
+    if agent_store:
+        # The agent does not publish its address again when a node joins later (torch 2.13,
+        # DynamicRendezvousHandler.next_rendezvous), so both sides time out after a minute.
+        problem = Problem(
+            NNODES,
+            f"--nnodes={nodes} without {NO_AGENT_STORE}",
+            "with a range of nodes, torchrun (PyTorch 2.13) ends the run when a node joins it later",
+            f"export {NO_AGENT_STORE} on every node before torchrun",
+        )
+        raise ConfigError(problem)
+    refused = {number: found for number in _numbers(nodes) if (found := _refusal(config, world, number))}
+    if not refused:
+        return
+    least_refused = min(refused)
+    numbers = ", ".join(map(str, refused))
+    remedies = [f"start torchrun with --nnodes={_accepted_around(world.nodes, nodes, refused)}"]
+    if (batch := _larger_batch(config, world, nodes)) is not None:
+        remedies.append(f"write train.global_batch={batch}")
+    raise ConfigError(
+        Problem(
+            NNODES,
+            f"--nnodes={nodes}, and on {least_refused} node{'s' * (least_refused > 1)}: "
+            f"{refused[least_refused].seen}",
+            f"the run must be possible on every number of nodes in the range, but not on {numbers}: "
+            f"{refused[least_refused].rule}",
+            " or ".join(remedies),
+        )
+    )
+
+
+def _numbers(nodes: NodeRange) -> range:
+    return range(nodes.least, nodes.most + 1)
+
+
+def _refusal(config: RunConfig, world: World, nodes: int) -> Problem | None:
+    from toolkit.plan import make_plan
+
+    try:
+        make_plan(config, replace(world, ranks=nodes * world.ranks_per_node))
+    except PlanError as error:
+        return error.problems[0]
+    return None
+
+
+def _accepted_around(number: int, nodes: NodeRange, refused: Collection[int]) -> NodeRange:
+    """Return the largest range around ``number`` without a refused number."""
+    below = max((other for other in refused if other < number), default=nodes.least - 1)
+    above = min((other for other in refused if other > number), default=nodes.most + 1)
+    return NodeRange(below + 1, above - 1)
+
+
+def _larger_batch(config: RunConfig, world: World, nodes: NodeRange) -> int | None:
+    """Return the next larger global batch with which every number of nodes has a plan, unless it is more than
+    twice as large, which would be another run.
+    """
+    unit = math.lcm(*_numbers(nodes)) * world.ranks_per_node * (config.train.micro_batch or 1)
+    batch = -(-config.train.global_batch // unit) * unit
+    if batch > 2 * config.train.global_batch:
+        return None
+    changed = replace(config, train=replace(config.train, global_batch=batch))
+    return None if any(_refusal(changed, world, number) for number in _numbers(nodes)) else batch
