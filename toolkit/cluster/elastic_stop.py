@@ -30,9 +30,7 @@ log = logging.getLogger(__name__)
 # The agent kills ranks 30 s after the SIGTERM of a restart, whatever its --shutdown-timeout is (torch 2.13,
 # LocalElasticAgent._stop_workers). 5 s of them are left for the end of the processes.
 SAVE_SECONDS = 25.0
-REPORT_SECONDS = (
-    10.0  # how long rank 0 waits for the other nodes, which have just stopped after the same step
-)
+REPORT_SECONDS = 10.0  # how long rank 0 waits for the other nodes, which have stopped after the same step
 QUERY_SECONDS = 5  # how long rank 0 waits for torchrun's rendezvous
 AGENT_SIGNAL = "SIGTERM"  # sent by an agent that restarts its ranks
 
