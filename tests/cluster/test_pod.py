@@ -82,12 +82,18 @@ def run(
 @pytest.mark.parametrize(
     ("state", "reason", "step", "launcher", "code"),
     [
-        ("done", "", "0001", 1, ExitCode.DONE),  # torchrun failed while stopping
+        ("done", "", "step-00000001", 1, ExitCode.DONE),  # torchrun failed while stopping
         ("refused", "a mistake", "-", 1, ExitCode.USER),  # torchrun turns each code into 1
-        ("stopped", "SIGTERM", "0001", 1, ExitCode.STOPPED),
-        ("stopped", "budget.usd=5: 4.9 are used", "0001", 1, ExitCode.USER),
-        ("stopped", "SIGINT", "0001", 1, ExitCode.USER),  # stopped by the user: not restarted
-        ("failed", "out of memory", "0001", 1, ExitCode.STOPPED),  # with a newer checkpoint: not counted
+        ("stopped", "SIGTERM", "step-00000001", 1, ExitCode.STOPPED),
+        ("stopped", "budget.usd=5: 4.9 are used", "step-00000001", 1, ExitCode.USER),
+        ("stopped", "SIGINT", "step-00000001", 1, ExitCode.USER),  # stopped by the user: not restarted
+        (
+            "failed",
+            "out of memory",
+            "step-00000001",
+            1,
+            ExitCode.STOPPED,
+        ),  # with a newer checkpoint: not counted
         ("failed", "out of memory", "-", 1, ExitCode.USER),  # its launcher has used all restarts
         ("running", "", "-", 0, ExitCode.FAILURE),  # the first rank died without a status: counted
         ("none", "", "-", 2, ExitCode.USER),  # refused by the supervisor before an attempt began
@@ -107,7 +113,7 @@ def test_pod_exit_code_follows_run_status(
 
 
 def test_checkpoint_of_earlier_start_is_not_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(tmp_path, monkeypatch, "failed", step="0001") == ExitCode.STOPPED
+    assert run(tmp_path, monkeypatch, "failed", step="step-00000001") == ExitCode.STOPPED
     assert run(tmp_path, monkeypatch, "failed") == ExitCode.USER
 
 

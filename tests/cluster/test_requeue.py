@@ -23,7 +23,7 @@ def ended(
     asked: StopSignal = StopSignal.NONE,
     code: int = 1,
     attempt: int = 2,
-    checkpoint: str | None = "step-1",
+    checkpoint: str | None = "step-00000001",
     reason: str | None = "SIGTERM",
 ) -> JobOutcome:
     return JobOutcome(
@@ -31,8 +31,8 @@ def ended(
     )
 
 
-BEFORE = JobBaseline(attempt=1, checkpoint="step-1")
-NEWER = "step-2"
+BEFORE = JobBaseline(attempt=1, checkpoint="step-00000001")
+NEWER = "step-00000002"
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_silent_ends_are_limited_and_progress_resets_them() -> None:
     for attempt in range(2, 6):
         decision = decide(before, ended(RunState.RUNNING, attempt=attempt), restarts=2, requeue=True)
         decisions.append(decision.next)
-        before = JobBaseline(attempt=attempt, checkpoint="step-1", fruitless=decision.fruitless)
+        before = JobBaseline(attempt=attempt, checkpoint="step-00000001", fruitless=decision.fruitless)
         if decision.next is NextAction.END:
             break
     assert decisions == [NextAction.AGAIN, NextAction.AGAIN, NextAction.END]
-    twice = JobBaseline(attempt=3, checkpoint="step-1", fruitless=2)
+    twice = JobBaseline(attempt=3, checkpoint="step-00000001", fruitless=2)
     forgiven = decide(twice, ended(RunState.RUNNING, attempt=4, checkpoint=NEWER), restarts=2, requeue=True)
     assert (forgiven.next, forgiven.fruitless) == (NextAction.AGAIN, 0)
     assert (
@@ -171,7 +171,7 @@ def test_earlier_decisions_are_loaded(folder: Path) -> None:
     (folder / "job.json").write_text(
         json.dumps({"before": {"attempt": 0, "checkpoint": None, "fruitless": 0}})
     )
-    attempt(folder, 1, RunState.FAILED, checkpoint="step-1")
+    attempt(folder, 1, RunState.FAILED, checkpoint="step-00000001")
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 75
     attempt(folder, 2, RunState.RUNNING)
     assert (
