@@ -88,6 +88,7 @@ def test_other_ranks_are_stopped_then_killed_after_a_failure(
     monkeypatch.setattr(rank_processes, "PEER_KILL_SECONDS", 0.3)
     deaf = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"while rank == '1' and not os.path.exists(r'{tmp_path}/0.json'): time.sleep(0.01)\n"
         "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
     )
     ranks = RankProcesses(script(tmp_path, deaf), TWO)
