@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import linecache
+import os
 import pkgutil
 import re
 import sys
@@ -22,6 +23,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -306,7 +308,7 @@ def error_location(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown line"
 
 
-def _names_in(file: str | None) -> set[str] | None:
+def _names_in(file: str | None) -> frozenset[str] | None:
     """Names that the source of a module binds at its top level, also inside ``if`` and ``try``.
 
     None if the source is missing or binds names in ways that only running it would show.
@@ -314,9 +316,16 @@ def _names_in(file: str | None) -> set[str] | None:
     if file is None or not file.endswith(".py"):
         return None
     try:
-        tree = ast.parse(Path(file).read_bytes())
+        return _parse_names(file, os.stat(file).st_mtime_ns)
     except (OSError, SyntaxError):  # the later import raises a clearer error
         return None
+
+
+# A file is parsed once, because parsing in two threads at once can raise a SystemError in CPython 3.11, and the
+# threads of sinks load targets that the main thread has checked.
+@lru_cache(maxsize=128)
+def _parse_names(file: str, changed_ns: int) -> frozenset[str] | None:
+    tree = ast.parse(Path(file).read_bytes())
     names: set[str] = set()
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
@@ -330,7 +339,7 @@ def _names_in(file: str | None) -> set[str] | None:
             names.add(node.id)  # names that are only read are included too
         waiting += ast.iter_child_nodes(node)
     dynamic = {"*", "__getattr__", "sys", "globals", "locals", "vars", "setattr", "exec"}
-    return None if names & dynamic else names
+    return None if names & dynamic else frozenset(names)
 
 
 def _look_up(module: str) -> tuple[str | None, str | None]:

@@ -229,8 +229,16 @@ def test_sinks_receive_every_row_and_a_broken_one_is_dropped(
     assert run.losses() == UserRun(tmp_path / "without", steps=4).losses()
 
 
-def test_describing_a_class_does_not_parse_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checked_target_is_loaded_without_parsing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that parse at once fail in CPython 3.11, and sinks have a thread each."""
+    config = RunConfig()
+    config.monitor.sinks = {"collects": {"target": f"{__name__}.Collects"}}
+    check_user_sinks(config)
+    monkeypatch.setattr(ast, "parse", None)
+    check_user_sinks(config)
+
+
+def test_describing_a_class_does_not_parse_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [f"{__file__}:{inspect.getsourcelines(each)[1]}" for each in (Collects, Breaks, FakeWriter)]
     monkeypatch.setattr(ast, "parse", None)
     assert [describe_source(each) for each in (Collects, Breaks, FakeWriter)] == expected

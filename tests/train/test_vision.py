@@ -208,16 +208,16 @@ def write(folder: Path, fields: dict[str, Any], **values: Any) -> Path:
 
 IMAGES = np.zeros((BANDS, SIZE, SIZE))
 UNFIT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no label": ({"image": ("uint8", IMAGES.shape)}, {"image": IMAGES}, "label is a whole number"),
+    "no label": ({"image": ("uint8", IMAGES.shape)}, {"image": IMAGES}, "label must be a whole number"),
     "fraction": (
         {"image": ("uint8", IMAGES.shape), "label": ("float32", ())},
         {"image": IMAGES, "label": 1},
-        "label is a whole",
+        "label must be a whole",
     ),
     "flat image": (
         {"image": ("uint8", (4, 4)), "label": ("uint8", ())},
         {"image": IMAGES[0, :4, :4], "label": 1},
-        "image is numbers",
+        "image must be numbers",
     ),
     "no class": (
         {"image": ("uint8", IMAGES.shape), "label": ("int8", ())},
