@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import inspect
 import linecache
-import os
 import pkgutil
 import re
 import sys
@@ -316,13 +315,13 @@ def _names_in(file: str | None) -> frozenset[str] | None:
     if file is None or not file.endswith(".py"):
         return None
     try:
-        return _parse_names(file, os.stat(file).st_mtime_ns)
+        return _parse_names(file, Path(file).stat().st_mtime_ns)
     except (OSError, SyntaxError):  # the later import raises a clearer error
         return None
 
 
-# A file is parsed once, because parsing in two threads at once can raise a SystemError in CPython 3.11, and the
-# threads of sinks load targets that the main thread has checked.
+# A file is parsed once, because parsing in two threads at once can raise a SystemError in CPython 3.11, and
+# the threads of sinks load targets that the main thread has checked.
 @lru_cache(maxsize=128)
 def _parse_names(file: str, changed_ns: int) -> frozenset[str] | None:
     tree = ast.parse(Path(file).read_bytes())
