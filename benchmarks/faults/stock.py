@@ -19,7 +19,7 @@ from toolkit.cluster.rank_processes import find_free_port
 
 SCRIPT = ROOT / "benchmarks" / "harness" / "restarting_baseline.py"
 KILLS = {"rank-killed": 1, "two-ranks-killed": 2}
-COMMAND_SECONDS = 400.0
+COMMAND_SECONDS = 120.0
 # Without it torchrun of torch 2.13 gives restarted ranks the store of the dead ones, and they never connect.
 ENVIRON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 MODEL = {
