@@ -81,9 +81,9 @@ def show(arguments: Sequence[str], *, as_json: bool, trace: bool = False) -> Non
     if own.scaling is not None:
         show_scaling(config, own, overrides, as_json=as_json, trace=trace)
         return
+    check_user_code(config)  # before a trace imports torch
     # For the machines of cluster.*, else for this machine.
     plan = plan_job(config, trace=create_tracer(read_data=trace))
-    check_user_code(plan.config)
     check_schedule(plan)
     plan = warn_about_budget(plan)
     checked = _trace_family(plan) if trace and plan.shape is not None else None
@@ -99,10 +99,7 @@ def create_tracer(*, read_data: bool) -> Tracer:
     """Return the function that traces models without a family."""
 
     def trace(plan: RunPlan) -> ModuleTrace | NotTraced:
-        from toolkit.user_code import check_user_code
-
-        check_user_code(plan.config)  # before torch is imported, so that mistakes are reported at once
-        from toolkit.train.trace import trace_model
+        from toolkit.train.trace import trace_model  # imports torch
 
         return trace_model(plan, read_data=read_data)
 

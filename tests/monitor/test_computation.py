@@ -36,29 +36,29 @@ def test_equal_ranks_have_no_difference() -> None:
     assert find_difference([forward(0)]) is None
 
 
-@pytest.mark.parametrize("guilty", range(3))
-def test_third_rank_decides_which_is_wrong(guilty: int) -> None:
-    forwards = [forward(rank, *(always("layers.1") if rank == guilty else ())) for rank in range(3)]
+@pytest.mark.parametrize("faulty", range(3))
+def test_third_rank_decides_which_is_wrong(faulty: int) -> None:
+    forwards = [forward(rank, *(always("layers.1") if rank == faulty else ())) for rank in range(3)]
     found = find_difference(forwards)
     assert found is not None
-    assert (found.module, found.guilty, found.unstable) == ("layers.1", (forwards[guilty],), ())
+    assert (found.module, found.faulty, found.unstable) == ("layers.1", (forwards[faulty],), ())
     alert = make_alert(20, found, 10)
     assert (alert.name, alert.fault, alert.level) == ("replicas-differ", "computation", Level.ERROR)
-    assert alert.where == f"rank {guilty}"
-    one, other = (rank for rank in range(3) if rank != guilty)
+    assert alert.where == f"rank {faulty}"
+    one, other = (rank for rank in range(3) if rank != faulty)
     assert alert.cause == (
-        f"rank {guilty} (node{guilty // 2}, cuda:{guilty % 2}) computed another output of layers.1 from one "
+        f"rank {faulty} (node{faulty // 2}, cuda:{faulty % 2}) computed another output of layers.1 from one "
         f"micro-batch than rank {one} (node{one // 2}, cuda:{one % 2}), "
         f"rank {other} (node{other // 2}, cuda:{other % 2})"
     )
-    assert f"cluster.slurm.exclude=node{guilty // 2})" in alert.next_step
+    assert f"cluster.slurm.exclude=node{faulty // 2})" in alert.next_step
     assert "a checkpoint before step 11" in alert.next_step
 
 
 def test_two_ranks_that_always_differ_do_not_show_which_is_wrong() -> None:
     found = find_difference([forward(0), forward(1, *always("embed"))])
     assert found is not None
-    assert found.guilty == ()
+    assert found.faulty == ()
     alert = make_alert(20, found, None)
     assert alert.where == "ranks 0, 1"
     assert alert.cause.endswith("one of them is wrong")
@@ -77,7 +77,7 @@ def test_remedy_excludes_all_suspected_hosts_in_one_word() -> None:
 def test_of_two_ranks_the_one_that_disagrees_with_itself_is_wrong(which: int) -> None:
     found = find_difference([forward(0), forward(1, (which, "layers.0", 7))])
     assert found is not None
-    assert [peer.rank for peer in found.guilty] == [1]
+    assert [peer.rank for peer in found.faulty] == [1]
     assert (
         "rank 1 (node0, cuda:1) computed two different outputs of layers.0" in make_alert(1, found, 0).cause
     )
@@ -86,13 +86,13 @@ def test_of_two_ranks_the_one_that_disagrees_with_itself_is_wrong(which: int) ->
 def test_single_rank_that_disagrees_with_itself_is_wrong() -> None:
     found = find_difference([forward(0, (1, "layers.0", 7))])
     assert found is not None
-    assert [peer.rank for peer in found.guilty] == [0]
+    assert [peer.rank for peer in found.faulty] == [0]
 
 
 def test_ranks_that_all_disagree_with_themselves_have_nondeterministic_kernels() -> None:
     found = find_difference([forward(rank, (1, "layers.0", 7 + rank)) for rank in range(3)])
     assert found is not None
-    assert found.guilty == ()
+    assert found.faulty == ()
     assert "kernels are not deterministic" in make_alert(5, found, 0).cause
 
 
@@ -100,7 +100,7 @@ def test_majority_is_more_than_half() -> None:
     pairs = [forward(rank, *(always("layers.0") if rank > 1 else ())) for rank in range(4)]
     found = find_difference(pairs)
     assert found is not None
-    assert found.guilty == ()
+    assert found.faulty == ()
 
 
 def test_rank_is_the_one_at_whose_place_the_first_difference_is() -> None:
@@ -117,7 +117,7 @@ def test_rank_is_the_one_at_whose_place_the_first_difference_is() -> None:
     )
     assert found is not None
     assert found.module == "layers.0 of pipeline stage 0", "not a later stage"
-    assert [peer.rank for peer in found.guilty] == [5]
+    assert [peer.rank for peer in found.faulty] == [5]
 
 
 def test_module_that_only_one_rank_called_is_a_difference() -> None:
@@ -125,4 +125,4 @@ def test_module_that_only_one_rank_called_is_a_difference() -> None:
     fewer = {name: value for name, value in wrong.passes[0].items() if name != "layers.1"}
     found = find_difference([forward(0), forward(2), RankForward(1, PLACE, "n", "cpu", (fewer, fewer))])
     assert found is not None
-    assert (found.module, [peer.rank for peer in found.guilty]) == ("layers.1", [1])
+    assert (found.module, [peer.rank for peer in found.faulty]) == ("layers.1", [1])

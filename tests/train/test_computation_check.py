@@ -160,7 +160,7 @@ def test_wrong_output_is_found_and_losses_are_those_without_the_check(
         assert f"{module}{stage} from one micro-batch" in alert.cause
 
 
-def test_rank_that_disagrees_with_itself_is_guilty(pool: RankPool) -> None:
+def test_rank_that_disagrees_with_itself_is_faulty(pool: RankPool) -> None:
     cell, module = QUICK[0]
     found = pool.run(train, plan_of(cell), module, {1: add_ulp_in_turn}, True, ranks=2)[0]
     assert found.alerts
@@ -168,7 +168,7 @@ def test_rank_that_disagrees_with_itself_is_guilty(pool: RankPool) -> None:
 
 
 @pytest.mark.full
-def test_third_rank_names_the_guilty_one(pool: RankPool) -> None:
+def test_third_rank_names_the_faulty_one(pool: RankPool) -> None:
     cell, module = deepspeed("llama", 1, data=4), HF
     found = pool.run(train, plan_of(cell), module, {2: add_ulp}, True, ranks=4)[0]
     assert [alert.where for alert in found.alerts] == ["rank 2", "rank 2"]

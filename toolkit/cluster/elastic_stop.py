@@ -168,21 +168,21 @@ def _connect() -> RendezvousHandler | None:
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
     from torch.distributed.run import parse_args, parse_min_max_nnodes
 
-    words = agent_arguments(agent_command_line())
-    if words is None:
+    arguments = agent_arguments(agent_command_line())
+    if arguments is None:
         return None
-    agent = parse_args(words)
+    agent = parse_args(arguments)
     least, most = parse_min_max_nnodes(agent.nnodes)
-    settings = dict(word.strip().split("=", 1) for word in agent.rdzv_conf.split(",") if word)
+    settings = dict(option.strip().split("=", 1) for option in agent.rdzv_conf.split(",") if option)
     settings |= {"is_host": "0", "read_timeout": str(QUERY_SECONDS)}
     return get_rendezvous_handler(
         RendezvousParameters(agent.rdzv_backend, agent.rdzv_endpoint, agent.rdzv_id, least, most, **settings)
     )
 
 
-def agent_arguments(words: Sequence[str]) -> list[str] | None:
+def agent_arguments(command_line: Sequence[str]) -> list[str] | None:
     """Return torchrun's arguments in the command line of an agent; None if it is another program's."""
-    for index, word in enumerate(words):
-        if word == "torch.distributed.run" or Path(word).name == "torchrun":
-            return list(words[index + 1 :])
+    for index, part in enumerate(command_line):
+        if part == "torch.distributed.run" or Path(part).name == "torchrun":
+            return list(command_line[index + 1 :])
     return None

@@ -113,7 +113,7 @@ def _exchange_spec(
     file.
     """
     composes = launch.rank == 0 and launch.handover is None
-    began = _exchange_beginning(launch, rendezvous)
+    began = _earliest_agent_start(launch, rendezvous)
     if composes:
         spec, plan, directory = start_attempt(overrides, launch, machine, began)
     else:
@@ -134,7 +134,7 @@ def _exchange_spec(
     return spec, plan, directory
 
 
-def _exchange_beginning(launch: Launch, rendezvous: Rendezvous) -> float | None:
+def _earliest_agent_start(launch: Launch, rendezvous: Rendezvous) -> float | None:
     """Return on rank 0 when torchrun's first agent started, in seconds since 1970; None without torchrun.
 
     The first agent is on this node, unless the number of nodes changes.

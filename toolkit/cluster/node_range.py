@@ -26,17 +26,17 @@ class NodeRange:
         return f"{self.least}:{self.most}" if self.least < self.most else f"{self.least}"
 
 
-def parse_node_range(environ: Mapping[str, str], agent_words: Sequence[str]) -> NodeRange | None:
+def parse_node_range(environ: Mapping[str, str], agent_arguments: Sequence[str]) -> NodeRange | None:
     """Return the range of ``--nnodes=MIN:MAX``; None if the number of nodes is fixed.
 
     The agent does not pass this setting to its ranks, so read it from the two sources that torchrun itself
     uses (torch 2.13, ``distributed/run.py``): the agent's command line, or else the variable ``PET_NNODES``.
     """
     value = environ.get("PET_NNODES", "")
-    for index, word in enumerate(agent_words):
+    for index, word in enumerate(agent_arguments):
         name, _, attached = word.partition("=")
         if name == "--nnodes":
-            value = attached or "".join(agent_words[index + 1 : index + 2])
+            value = attached or "".join(agent_arguments[index + 1 : index + 2])
             break
     least, _, most = value.partition(":")
     return NodeRange(int(least), int(most)) if most and least != most else None

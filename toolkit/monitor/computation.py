@@ -37,23 +37,23 @@ class ForwardDifference:
     Attributes:
         peers: all ranks that should have computed the same.
         unstable: those whose own two passes differ.
-        guilty: those that compute wrong values; empty if that is unknown.
+        faulty: those that compute wrong values; empty if that is unknown.
     """
 
     module: str
     peers: tuple[RankForward, ...]
     unstable: tuple[RankForward, ...]
-    guilty: tuple[RankForward, ...]
+    faulty: tuple[RankForward, ...]
 
     @property
     def suspects(self) -> tuple[RankForward, ...]:
-        return self.guilty or self.peers
+        return self.faulty or self.peers
 
 
 def find_difference(forwards: Sequence[RankForward]) -> ForwardDifference | None:
     """Return the first difference in the order of execution: what follows it has wrong inputs.
 
-    A rank is guilty if its own passes differ and those of at least half of its peers agree, or if the
+    A rank is faulty if its own passes differ and those of at least half of its peers agree, or if the
     majority of its peers computed another value. If most ranks differ from themselves, the kernels are not
     deterministic.
     """
@@ -72,15 +72,15 @@ def find_difference(forwards: Sequence[RankForward]) -> ForwardDifference | None
     _, module, peers = min(found, key=lambda each: each[0])
     unstable = [peer for peer in peers if peer.passes[0].get(module) != peer.passes[1].get(module)]
     if unstable:
-        guilty = unstable if len(peers) == 1 or 2 * len(unstable) <= len(peers) else []
+        faulty = unstable if len(peers) == 1 or 2 * len(unstable) <= len(peers) else []
     else:
         usual, votes = Counter(peer.passes[0].get(module) for peer in peers).most_common(1)[0]
         majority = 2 * votes > len(peers)
-        guilty = [peer for peer in peers if peer.passes[0].get(module) != usual] if majority else []
+        faulty = [peer for peer in peers if peer.passes[0].get(module) != usual] if majority else []
     stage = peers[0].place[0]
     several = any(forward.place[0] != stage for forward in forwards)
     name = f"{module} of pipeline stage {stage}" if several else module  # stages number their own layers
-    return ForwardDifference(name, tuple(peers), tuple(unstable), tuple(guilty))
+    return ForwardDifference(name, tuple(peers), tuple(unstable), tuple(faulty))
 
 
 def make_alert(step: int, difference: ForwardDifference, equal_at: int | None) -> Alert:
@@ -92,10 +92,10 @@ def make_alert(step: int, difference: ForwardDifference, equal_at: int | None) -
     suspects, module = difference.suspects, difference.module
     others = [peer for peer in difference.peers if peer not in suspects]
     names = _join(suspects)
-    if difference.guilty and difference.unstable:
+    if difference.faulty and difference.unstable:
         agree = f", while {_join(others)} computed the same twice" if others else ""
         cause = f"{names} computed two different outputs of {module} from one micro-batch{agree}"
-    elif difference.guilty:
+    elif difference.faulty:
         cause = f"{names} computed another output of {module} from one micro-batch than {_join(others)}"
     elif difference.unstable:
         cause = (

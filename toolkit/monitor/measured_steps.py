@@ -27,14 +27,16 @@ MAX_STARVED = 0.05  # of a step: time in which the slowest rank was ready but ha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSteps:
-    """Attributes:
-    id: identifies the attempt: 12 hexadecimal digits.
-    config: its configuration as YAML.
-    plan: the content of its plan.json.
-    environment: of its environment.json: toolkit, host, cores, packages.
-    steps: that were measured.
-    seconds: of the median step, without UNDIVIDED_PARTS.
-    parts: seconds of the median rank in the median step.
+    """The steps of one attempt, from which a machine is calibrated.
+
+    Attributes:
+        id: identifies the attempt: 12 hexadecimal digits.
+        config: its configuration as YAML.
+        plan: the content of its plan.json.
+        environment: of its environment.json: toolkit, host, cores, packages.
+        steps: that were measured.
+        seconds: of the median step, without UNDIVIDED_PARTS.
+        parts: seconds of the median rank in the median step.
     """
 
     id: str

@@ -30,7 +30,6 @@ from toolkit.progress import Progress
 from toolkit.train.build import build_task
 from toolkit.train.task import Task, TextTask, configure_text_task, text_task
 from toolkit.train.user_task import build_user_task, checked_task
-from toolkit.user_code import check_user_code
 
 # Samples of text consist of token 0, so that no document ends in them.
 END_OF_TEXT = 1
@@ -49,7 +48,6 @@ def trace_model(plan: RunPlan, *, read_data: bool = False) -> ModuleTrace | NotT
     Raises:
         UserError: the model, the task or the data cannot be built as configured.
     """
-    check_user_code(plan.config)
     try:
         return _trace(_eager(plan), read_data)
     except CannotTrace as error:

@@ -30,7 +30,8 @@ class StoreState:
 
 @dataclass(frozen=True, slots=True)
 class TakenStore:
-    """
+    """A store that this attempt writes to.
+
     Attributes:
         newest: The checkpoint that the run continues from by itself, because it is later than the run
             directory's; None: it does not.

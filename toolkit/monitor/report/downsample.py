@@ -77,10 +77,12 @@ class RunningStats:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """Attributes:
-    x: position of each bucket: the middle of its first and last row's step or time.
-    rows: the number of rows.
-    width: of a bucket, in steps or seconds.
+    """Curves of several columns over the same buckets.
+
+    Attributes:
+        x: position of each bucket: the middle of its first and last row's step or time.
+        rows: the number of rows.
+        width: of a bucket, in steps or seconds.
     """
 
     x: list[float]

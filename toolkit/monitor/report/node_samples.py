@@ -41,13 +41,15 @@ GPU_METRICS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class NodeSamples:
-    """Attributes:
-    curves: over time, of the host and of the node's GPUs together.
-    gpus: by GPU and metric, over all samples.
-    names: the model of each GPU.
-    throttled: by GPU, the number of samples with each throttle reason.
-    rank_bytes: the maximal private memory of each rank.
-    every: one of this many samples was read.
+    """What was sampled on one node.
+
+    Attributes:
+        curves: over time, of the host and of the node's GPUs together.
+        gpus: by GPU and metric, over all samples.
+        names: the model of each GPU.
+        throttled: by GPU, the number of samples with each throttle reason.
+        rank_bytes: the maximal private memory of each rank.
+        every: one of this many samples was read.
     """
 
     curves: Curves

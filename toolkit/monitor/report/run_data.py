@@ -16,13 +16,15 @@ MAX_ALERTS = 200  # the newest of each file
 
 @dataclass(frozen=True, slots=True)
 class LedgerCurves:
-    """Attributes:
-    curves: ``wall_seconds``, and of each part ``NAME`` (the median rank's seconds), ``NAME min`` and
-        ``NAME max``.
-    ranks: the maximal number of ranks that sent their times.
-    slowest: how often each rank was the slowest one.
-    starved: how often each rank waited longest for its samples.
-    excess_seconds: how much longer the slowest rank was busy than the median rank, over all steps.
+    """The ledger of a run as curves, and which ranks the others waited for.
+
+    Attributes:
+        curves: ``wall_seconds``, and of each part ``NAME`` (the median rank's seconds), ``NAME min`` and
+            ``NAME max``.
+        ranks: the maximal number of ranks that sent their times.
+        slowest: how often each rank was the slowest one.
+        starved: how often each rank waited longest for its samples.
+        excess_seconds: how much longer the slowest rank was busy than the median rank, over all steps.
     """
 
     curves: Curves
@@ -53,16 +55,18 @@ class AlertRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """Attributes:
-    began, ended: Unix times recorded by the attempt, or else the files' times, of which the last is that
-        of the log.
-    end: how it ended; empty if not recorded.
-    start_seconds: from its start to the end of its first step.
-    restart: the phases of the restart that started it, in one line; None if a user started it.
-    first: completed steps when it began to train.
-    repeated: its steps that a later attempt repeated.
-    plan, config: as resolved at its start.
-    files: other files of the attempt, relative to the run's directory.
+    """What the files of one attempt record.
+
+    Attributes:
+        began, ended: Unix times recorded by the attempt, or else the files' times, of which the last is that
+            of the log.
+        end: how it ended; empty if not recorded.
+        start_seconds: from its start to the end of its first step.
+        restart: the phases of the restart that started it, in one line; None if a user started it.
+        first: completed steps when it began to train.
+        repeated: its steps that a later attempt repeated.
+        plan, config: as resolved at its start.
+        files: other files of the attempt, relative to the run's directory.
     """
 
     number: int
@@ -84,12 +88,14 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """Attributes:
-    status_age: seconds since ``status.json`` was written; None if there is none.
-    evals: curves of ``loss``, ``accuracy`` and ``seconds`` by set.
-    nodes: by number.
-    measured: by attempt, over its steps that were not repeated: the metrics of steps, and the median
-        rank's seconds of each part of the ledger.
+    """Everything that the report shows of one run.
+
+    Attributes:
+        status_age: seconds since ``status.json`` was written; None if there is none.
+        evals: curves of ``loss``, ``accuracy`` and ``seconds`` by set.
+        nodes: by number.
+        measured: by attempt, over its steps that were not repeated: the metrics of steps, and the median
+            rank's seconds of each part of the ledger.
     """
 
     folder: Path
