@@ -24,7 +24,7 @@ from toolkit.data.records.reader import open_records
 from toolkit.data.records.writer import RecordWriter
 from toolkit.data.registry import prepare_data
 from toolkit.errors import CheckpointError, ConfigError, ExitCode, InputError, PlanError
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.plan import make_plan
 from toolkit.progress import Progress
 
