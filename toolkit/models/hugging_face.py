@@ -16,7 +16,7 @@ from toolkit.config.recomputation import RecomputationMode
 from toolkit.config.schema import Precision
 from toolkit.errors import ConfigError, InputError, Problem
 from toolkit.models.hub_folder import hub_folder
-from toolkit.models.target import check_trainable, report_construction
+from toolkit.models.user_model import check_trainable, report_construction
 from toolkit.plan.hugging_face import build_config, build_module, build_on_meta, find_class
 from toolkit.plan.types import RunPlan
 

@@ -18,7 +18,7 @@ from toolkit.config.schema import EngineName, ParallelConfig, ZeroConfig
 from toolkit.errors import ExitCode, UserError
 from toolkit.goodput import Goodput, format_goodput
 from toolkit.models.hugging_face import describe_export
-from toolkit.models.target import hugging_face_config
+from toolkit.models.user_model import hugging_face_config
 from toolkit.monitor.sink import Row
 from toolkit.observe.progress_hooks import SamplesConsumed, format_consumed
 from toolkit.paths import Location
