@@ -21,7 +21,7 @@ from toolkit.adopt.types import (
     reject,
     same,
 )
-from toolkit.config import search
+from toolkit.config import search_path
 from toolkit.config.engine_keys import AUTO, DEEPSPEED
 from toolkit.config.engine_keys_deepspeed import DERIVED, NO_EFFECT, RUN_KEYS
 from toolkit.config.vendors.installed import DEEPSPEED as PACKAGE
@@ -33,7 +33,7 @@ DECAY = "one-dimensional tensors (norms, biases) never decay; DeepSpeed decays e
 
 def _optimizer(value: Any, ctx: Context) -> Decision:
     name = {"adam": "adamw", "fusedadam": "adamw"}.get(str(value).lower(), str(value).lower())
-    if name == "custom" or name not in search.options(search.folders(None), "optim"):
+    if name == "custom" or name not in search_path.options(search_path.folders(None), "optim"):
         return refused(f"there is no optimizer {value} here: choose one of the group optim")
     return exact(("optim", name))
 

@@ -20,7 +20,7 @@ from toolkit.adopt.types import (
     reject,
     same,
 )
-from toolkit.config import search
+from toolkit.config import search_path
 from toolkit.config.engine_keys import MEGATRON
 from toolkit.config.engine_keys_megatron import DERIVED, RUN_KEYS
 from toolkit.config.synonyms import SAME, percent
@@ -165,7 +165,7 @@ def _ramp(value: Any, ctx: Context) -> Decision:
 
 def _optimizer(value: Any, ctx: Context) -> Decision:
     name = {"adam": "adamw"}.get(str(value).lower(), str(value).lower())
-    if name in ("adamw", "sgd") and name in search.options(search.folders(None), "optim"):
+    if name in ("adamw", "sgd") and name in search_path.options(search_path.folders(None), "optim"):
         return exact(("optim", name))
     return refused(f"Megatron-core's optimizers here are adamw and sgd, not {value}")
 

@@ -23,7 +23,7 @@ from toolkit.adopt.types import (
     refused,
     same,
 )
-from toolkit.config import search
+from toolkit.config import search_path
 from toolkit.config.synonyms import ADVICE, SAME, percent
 
 UNUSED = "another key turns it off"
@@ -71,7 +71,7 @@ _OPTIMIZERS = {
 
 def _optimizer(value: Any, ctx: Context) -> Decision:
     option = _OPTIMIZERS.get(str(value).rpartition(".")[2].lower())
-    if option is None or option not in search.options(search.folders(None), "optim"):
+    if option is None or option not in search_path.options(search_path.folders(None), "optim"):
         return refused(f"there is no optimizer {value} here: choose one of the group optim")
     return exact(("optim", option))
 

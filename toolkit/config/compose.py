@@ -22,7 +22,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
-from toolkit.config import keys, search
+from toolkit.config import keys, search_path
 from toolkit.config.mistakes import unknown_key, wrong_value
 from toolkit.config.overrides import DeepSpeedFile, ParsedOverrides, default_config, parse_overrides
 from toolkit.config.plan_arguments import LISTS, PlanArguments
@@ -195,7 +195,7 @@ def _hydra(parsed: ParsedOverrides, overrides: list[str], root: ConfigRoot) -> D
     register(root)
     own = [f"file://{folder}" for folder in parsed.search[1:]]
     try:
-        with initialize_config_dir(str(search.ROOT), version_base="1.3"):
+        with initialize_config_dir(str(search_path.ROOT), version_base="1.3"):
             config = hydra_compose(
                 root.file,
                 [*overrides, f"hydra.searchpath={own}"] if own else overrides,
@@ -385,7 +385,7 @@ def _problem_of(error: Exception, root: ConfigRoot = RUN) -> Problem:
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        near = search.nearest_option(option, error.options)
+        near = search_path.nearest_option(option, error.options)
         return Problem(
             group,
             f"a file chooses {group}: {option}",

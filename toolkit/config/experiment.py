@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.config import search
+from toolkit.config import search_path
 from toolkit.config.compose import as_yaml, compose
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, Problem
@@ -59,7 +59,7 @@ def experiment_file(out: str, own: Path | None) -> Path:
                 "write out=mine, or out=conf/exp/mine.yaml",
             )
         )
-    path = Path(out) if is_file else search.folders(own)[-1] / search.EXPERIMENT / f"{out}{SUFFIX}"
+    path = Path(out) if is_file else search_path.folders(own)[-1] / search_path.EXPERIMENT / f"{out}{SUFFIX}"
     if path.exists():
         raise ConfigError(
             Problem(

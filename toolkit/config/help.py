@@ -17,11 +17,11 @@ from typing import Any, get_type_hints
 import yaml
 
 from toolkit.commands import in_this_form
-from toolkit.config import keys, search
+from toolkit.config import keys, search_path
 from toolkit.config.compose import compose
 from toolkit.config.mistakes import unknown_key
 from toolkit.config.roots import PLAN, RUN, SWEEP, ConfigRoot
-from toolkit.config.search import EXPERIMENT
+from toolkit.config.search_path import EXPERIMENT
 from toolkit.errors import ConfigError, ExitCode
 
 INTRODUCTION = """\
@@ -64,8 +64,8 @@ def help_text(arguments: Sequence[str] = (), root: ConfigRoot = RUN) -> str:
         ConfigError: an argument is not a section, group or key.
     """
     topics = [name for name in arguments if not name.startswith(("-", "+")) and "=" not in name]
-    folders = search.folders(None)
-    groups = search.groups(folders) if root.groups is None else root.groups
+    folders = search_path.folders(None)
+    groups = search_path.groups(folders) if root.groups is None else root.groups
     if not topics:
         sections = (_section(name, root) for name in ["", *keys.sections(root)])
         all_keys = ["KEYS (with their defaults)", *sections]
@@ -114,7 +114,7 @@ def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: Con
 
 def _experiments(folders: Sequence[Path]) -> str:
     lines = ["EXPERIMENTS"]
-    for name in search.options(folders, EXPERIMENT):
+    for name in search_path.options(folders, EXPERIMENT):
         command, about = _comment(folders, EXPERIMENT, name)
         lines += [f"  {name}", *_wrapped(about, 6), f"      {command}"]
     return "\n".join(lines) + "\n"
@@ -125,7 +125,7 @@ def _group(folders: Sequence[Path], group: str, root: ConfigRoot) -> str:
         return ""
     chosen = _defaults(root).get(group)
     lines = [f"  {group}="]
-    for option in search.options(folders, group):
+    for option in search_path.options(folders, group):
         about = " ".join(_comment(folders, group, option)).strip()
         lines += _labelled(f"    {option}{'*' if option == chosen else ''}", about, 22)
     return "\n".join(lines)
@@ -139,7 +139,7 @@ def _ordered(groups: Sequence[str], root: ConfigRoot) -> list[str]:
 
 def _defaults(root: ConfigRoot) -> dict[str, str | None]:
     """Group -> the default option, according to the command's file in conf/."""
-    entries = yaml.safe_load((search.ROOT / f"{root.file}.yaml").read_text(encoding="utf-8"))["defaults"]
+    entries = yaml.safe_load((search_path.ROOT / f"{root.file}.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 

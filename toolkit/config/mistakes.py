@@ -9,10 +9,10 @@ from typing import Any
 
 from hydra.errors import HydraException
 
-from toolkit.config import keys, search
+from toolkit.config import keys, search_path
 from toolkit.config.numbers import parse_count
 from toolkit.config.roots import RUN, ConfigRoot
-from toolkit.config.search import EXPERIMENT
+from toolkit.config.search_path import EXPERIMENT
 from toolkit.config.synonyms import find_synonym
 from toolkit.errors import Problem, without_secrets
 
@@ -24,7 +24,7 @@ def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -
 
     ``folders`` are searched for experiments of that name.
     """
-    if "=" not in text and text in search.options(folders, EXPERIMENT):
+    if "=" not in text and text in search_path.options(folders, EXPERIMENT):
         return Problem(text, text, "an experiment is added with +exp=", f"write +exp={text}")
     name = text.partition("=")[0]
     if "=" not in text:
@@ -74,7 +74,7 @@ def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: ConfigRo
     if near is not None:
         remedy = f"write {near}={value}; " if value is not None and near not in keys.sections(root) else ""
         return Problem(name, seen, where, f"{remedy or f'did you mean {near}? '}--help lists all")
-    group = search.nearest_option(name, groups) if "." not in name else None
+    group = search_path.nearest_option(name, groups) if "." not in name else None
     if group is not None:
         return Problem(name, seen, where, f"did you mean {group}? --help lists all")
     return Problem(name, seen, where, "leave it out; --help lists all keys and groups")

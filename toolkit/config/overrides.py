@@ -16,11 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.commands import command_line, in_this_form
-from toolkit.config import keys, search
+from toolkit.config import keys, search_path
 from toolkit.config.mistakes import unknown_key, unreadable, wrong_value
 from toolkit.config.numbers import parse_count
 from toolkit.config.roots import RUN, ConfigRoot
-from toolkit.config.search import EXPERIMENT
+from toolkit.config.search_path import EXPERIMENT
 from toolkit.errors import ConfigError, Problem
 
 CONFIG_DIR = ("--config-dir", "-cd")
@@ -77,7 +77,7 @@ def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedO
         ConfigError: with a problem for each invalid argument.
     """
     plain, own, problems = split_options(arguments)
-    parsed = ParsedOverrides(search.folders(own))
+    parsed = ParsedOverrides(search_path.folders(own))
     checker = _Checker(parsed.search, root)
     below: list[Override] = []
     for argument in plain:
@@ -256,7 +256,7 @@ class _Checker:
     def __init__(self, folders: Sequence[Path], root: ConfigRoot) -> None:
         self.folders = folders
         self.root = root
-        self.groups = search.groups(folders) if root.groups is None else root.groups
+        self.groups = search_path.groups(folders) if root.groups is None else root.groups
 
     def check(self, override: Override) -> Iterator[Problem]:
         name, text = override.key_or_group, override.input_line or ""
@@ -304,7 +304,7 @@ class _Checker:
 
     def _group(self, override: Override) -> Iterator[Problem]:
         name, text = override.key_or_group, override.input_line or ""
-        choices = search.options(self.folders, name)
+        choices = search_path.options(self.folders, name)
         if override.type is OverrideType.DEL:
             yield Problem(
                 name,
@@ -316,7 +316,7 @@ class _Checker:
         value = override.value()
         choice = value if isinstance(value, str) else (text.partition("=")[2])
         if choice not in choices:
-            near = search.nearest_option(choice, choices)
+            near = search_path.nearest_option(choice, choices)
             plus = "+" if name == EXPERIMENT else ""
             yield Problem(
                 name,

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.config import search
+from toolkit.config import search_path
 from toolkit.config.compose import compose, from_yaml
 from toolkit.config.schema import EngineConfig, EngineName, RunConfig
 from toolkit.errors import PlanError, Problem, Severity
@@ -224,7 +224,7 @@ def _section(section: str, choices: tuple[str, ...]) -> Any:
         name, _, value = choice.removeprefix("+").partition("=")
         *path, leaf = name.split(".")[1:] or [""]
         if not leaf:
-            text = (search.ROOT / section / f"{value}.yaml").read_text(encoding="utf-8")
+            text = (search_path.ROOT / section / f"{value}.yaml").read_text(encoding="utf-8")
             tree = {
                 key: given for key, given in (yaml.safe_load(text) or {}).items() if given != "???"
             } | GIVEN.get(choice, {})
@@ -236,13 +236,13 @@ def _section(section: str, choices: tuple[str, ...]) -> Any:
 def options(group: str) -> list[str]:
     return [
         name
-        for name in sorted(path.stem for path in (search.ROOT / group).glob("*.yaml"))
+        for name in sorted(path.stem for path in (search_path.ROOT / group).glob("*.yaml"))
         if f"{group}={name}" not in LEFT_OUT
     ]
 
 
 def experiments() -> list[str]:
-    return sorted(path.stem for path in (search.ROOT / "exp").glob("*.yaml"))
+    return sorted(path.stem for path in (search_path.ROOT / "exp").glob("*.yaml"))
 
 
 def experiment(name: str, engine: EngineName) -> Support:
