@@ -31,7 +31,7 @@ from toolkit.observe.replicas import ReplicaCheck
 from toolkit.observe.system import sample_system
 from toolkit.observe.watchdog import HangMonitor, watch_for_hangs
 from toolkit.plan.types import RunPlan
-from toolkit.step_parts import UNRECORDED, Recorder
+from toolkit.step_parts import NULL_RECORDER, Recorder
 
 HEALTH_LAG_SECONDS = 0.5  # waking a thread for every row costs more than the detectors' work
 HEALTH_CLOSE_SECONDS = 5.0  # how long the end waits until the detectors have seen the last rows
@@ -74,7 +74,7 @@ def monitor_run(context: RankContext, sink: Sink) -> Iterator[RunMonitor]:
     """Observe the run from before the engine is built until it is over. Collective."""
     plan, rank, monitor = context.plan, context.rank, context.plan.config.monitor
     attempt_folder = context.directory.attempt_folder(context.attempt)
-    recorder: Recorder = UNRECORDED
+    recorder: Recorder = NULL_RECORDER
     step_recorder: StepRecorder | None = None
     factories: list[Callable[[Engine], Hook]] = []
     ledger: LedgerHook | None = None
