@@ -29,6 +29,7 @@ from toolkit.cluster.requeue import (
     NextAction,
     RequeueDecision,
     StopSignal,
+    decide_requeue,
     read_baseline,
     wait_for_outcome,
 )
