@@ -62,11 +62,11 @@ def hours_until(text: str, now: datetime) -> float:
     return (datetime.fromisoformat(text.strip()).astimezone() - now.astimezone()).total_seconds() / 3600
 
 
-def parse_moment(text: str) -> datetime | None:
+def parse_timestamp(text: str) -> datetime | None:
     """The date and time that ``text`` writes as in ISO 8601; None if it has no time or no time zone."""
     text = text.strip()
     try:
-        moment = datetime.fromisoformat(text)
+        timestamp = datetime.fromisoformat(text)
     except ValueError:
         return None
-    return moment if moment.tzinfo is not None and len(text) > len("2027-01-31") else None
+    return timestamp if timestamp.tzinfo is not None and len(text) > len("2027-01-31") else None
