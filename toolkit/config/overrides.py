@@ -34,7 +34,7 @@ LAUNCHER_OPTIONS = {
     "--nnodes": "torchrun",
 }
 DEEPSPEED_KEYS = "engine.deepspeed"
-LENGTHS = ("train.steps", "train.tokens", "train.epochs")  # one of them decides the length of a run
+DURATIONS = ("train.steps", "train.tokens", "train.epochs")  # one of them decides the length of a run
 # Keys whose values may have a suffix: 10k, 2M. In sizes of a model or a sequence, 4k could mean 4096.
 COUNTS = (
     "train.steps",
@@ -104,7 +104,7 @@ def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedO
         else:
             parsed.overrides.append(_for_hydra(override, root))
     if root is RUN:
-        resets, found = _one_length(parsed.overrides)
+        resets, found = _reset_other_durations(parsed.overrides)
         problems += found
         parsed.overrides += resets
     if parsed.deepspeed_file is not None:
@@ -163,15 +163,17 @@ def _long(text: str, root: ConfigRoot) -> str:
     return f"{name}={value}"
 
 
-def _one_length(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Overrides that reset the other lengths, which a file may set, and a problem if there are several."""
+def _reset_other_durations(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Return overrides that reset the other durations, which a file may set, and a problem if several are
+    set.
+    """
     values = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
-    given = [name for name in LENGTHS if values.get(name, "null") != "null"]
+    given = [name for name in DURATIONS if values.get(name, "null") != "null"]
     if len(given) > 1:
         seen = " ".join(f"{name}={values[name]}" for name in given)
         rule = "one of train.steps, train.tokens and train.epochs decides the length of a run"
         return [], [Problem(given[1], seen, rule, f"write only {given[0]}={values[given[0]]}")]
-    resets = [f"{name}=null" for name in LENGTHS[1:] if given and name not in values]
+    resets = [f"{name}=null" for name in DURATIONS[1:] if given and name not in values]
     return resets, []
 
 

@@ -1,4 +1,4 @@
-"""The length of a run in steps, from ``train.tokens``, ``train.epochs`` and ``schedule.warmup=3%``.
+"""The number of steps of a run, from ``train.tokens``, ``train.epochs`` and ``schedule.warmup=3%``.
 
 A plan has only steps, so that two ways to write a run give the same plan, identity and run directory.
 """
@@ -16,8 +16,8 @@ from toolkit.errors import PlanError, Problem
 from toolkit.plan.batch import ramp_problems, ramp_stages
 
 
-def resolve_length(config: RunConfig) -> RunConfig:
-    """Return ``config`` with the length of the run and of its warm-up in steps.
+def resolve_train_steps(config: RunConfig) -> RunConfig:
+    """Return ``config`` with ``train.steps`` and the steps of its warm-up.
 
     Raises:
         PlanError: ``train.tokens`` is not a whole number of global batches, or ``train.epochs`` is not
