@@ -121,7 +121,7 @@ class StepTime:
     delays: ThreadDelays = NO_DELAYS
 
 
-def attribute(
+def attribute_seconds(
     marks: Sequence[Mark],
     end: Stamp,
     seconds: Callable[[Stamp, Stamp], float],
@@ -301,7 +301,7 @@ class StepRecorder(Recorder):
                 self._read.append(
                     step_time(
                         step.step,
-                        attribute(step.marks, step.end, self.clock.seconds, step.transfers),
+                        attribute_seconds(step.marks, step.end, self.clock.seconds, step.transfers),
                         step.delays,
                     )
                 )
