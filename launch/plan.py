@@ -161,7 +161,7 @@ def show_scaling(
     if config.model.source_key != "model.family":
         train, tracer = config.train, create_tracer(read_data=trace)
         traces = ModuleTraces(config, world, tracer, most=train.global_batch)
-        traces.of(train.activation_checkpointing, train.micro_batch or 1)  # refuse what cannot be traced
+        traces.get(train.activation_checkpointing, train.micro_batch or 1)  # refuse what cannot be traced
         plan = traces.plan
     folders = [find_run(folder, "measured") for folder in (own.measured or "").split(",") if folder]
     measured = estimate_measured(folders, config, world, estimate, plan)

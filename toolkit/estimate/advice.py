@@ -135,7 +135,7 @@ def advise(
     evaluator = Evaluator(space, profile, traces)
     if traces is not None and evaluator.layouts:
         # A model that cannot be traced is refused here, rather than in the search.
-        traces.of(evaluator.layouts[0].recomputation, evaluator.layouts[0].micro_batch)
+        traces.get(evaluator.layouts[0].recomputation, evaluator.layouts[0].micro_batch)
     search = find_best(evaluator, goal)
     missed = None
     if not search.best and limited:
@@ -154,35 +154,35 @@ def advise(
     )
 
 
-def override_words(advised: AdvisedLayout, config: RunConfig) -> list[str]:
+def layout_overrides(advised: AdvisedLayout, config: RunConfig) -> list[str]:
     """The arguments that turn ``config`` into the advised layout: ``engine=megatron parallel.tensor=2``."""
     layout, base = advised.layout, config
     changed = layout.apply(config)
-    words = []
+    overrides = []
     if changed.engine.name is not base.engine.name:
-        words.append(f"engine={changed.engine.name.value}")
+        overrides.append(f"engine={changed.engine.name.value}")
     for axis in ("tensor", "pipeline", "context", "expert"):
         if (size := getattr(changed.parallel, axis)) != getattr(base.parallel, axis):
-            words.append(f"parallel.{axis}={size}")
+            overrides.append(f"parallel.{axis}={size}")
     own = base.engine.megatron.get(VIRTUAL_KEY.rpartition(".")[2])
     if layout.virtual > 1 and own != layout.virtual:
-        words.append(f"{'+' * (own is None)}{VIRTUAL_KEY}={layout.virtual}")
+        overrides.append(f"{'+' * (own is None)}{VIRTUAL_KEY}={layout.virtual}")
     elif layout.virtual == 1 and own is not None:
-        words.append(f"~{VIRTUAL_KEY}")
+        overrides.append(f"~{VIRTUAL_KEY}")
     if layout.zero != base.zero.stage:
-        words.append(f"zero.stage={layout.zero}")
+        overrides.append(f"zero.stage={layout.zero}")
     for kind in ("optimizer", "parameters", "activations"):
         if (device := getattr(changed.offload, kind)) is not getattr(base.offload, kind):
-            words.append(f"offload.{kind}={device.value}")
+            overrides.append(f"offload.{kind}={device.value}")
     if layout.micro_batch != base.train.micro_batch:
-        words.append(f"train.micro_batch={layout.micro_batch}")
+        overrides.append(f"train.micro_batch={layout.micro_batch}")
     if layout.recomputation != base.train.activation_checkpointing:
-        words.append(f"train.activation_checkpointing={layout.recomputation}")
+        overrides.append(f"train.activation_checkpointing={layout.recomputation}")
     if changed.cluster.nodes != base.cluster.nodes:
-        words.append(f"cluster.nodes={changed.cluster.nodes}")
+        overrides.append(f"cluster.nodes={changed.cluster.nodes}")
     if changed.engine.deepspeed != base.engine.deepspeed:
-        words.append("+engine.deepspeed.data_types.grad_accum_dtype=fp32")
-    return words
+        overrides.append("+engine.deepspeed.data_types.grad_accum_dtype=fp32")
+    return overrides
 
 
 def _nearest(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import EngineName
-from toolkit.estimate.advice import GB, Advice, AdvisedLayout, override_words
+from toolkit.estimate.advice import GB, Advice, AdvisedLayout, layout_overrides
 from toolkit.estimate.cost import format_cost
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import Device, RunPlan
@@ -62,10 +62,14 @@ def format_advice(advice: Advice) -> RenderableType:
             " Megatron-core was planned without Transformer Engine: with it on the machines, write "
             "cluster.transformer_engine=2.11.0 and compare."
         )
-    words = override_words(first, advice.config)
+    overrides = layout_overrides(first, advice.config)
     parts += [Text(), Text(searched, style="dim")]
     parts.append(
-        Text(f"To run the first, add: {' '.join(words)}" if words else "The first is the run as configured.")
+        Text(
+            f"To run the first, add: {' '.join(overrides)}"
+            if overrides
+            else "The first is the run as configured."
+        )
     )
     return Group(*parts)
 
@@ -100,7 +104,7 @@ def _entry(advised: AdvisedLayout, advice: Advice) -> dict[str, Any]:
     estimate, memory, layout = advised.estimate, advised.plan.memory, advised.layout
     return {
         "layout": str(layout),
-        "overrides": override_words(advised, advice.config),
+        "overrides": layout_overrides(advised, advice.config),
         "nodes": layout.nodes,
         "ranks": advised.plan.world.ranks,
         "step_seconds": estimate.seconds,

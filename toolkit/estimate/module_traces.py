@@ -54,7 +54,7 @@ class ModuleTraces:
         """Recomputation and micro-batch of each trace that was made."""
         return tuple(self._traced)
 
-    def of(self, recomputation: str, micro_batch: int) -> ModuleTrace:
+    def get(self, recomputation: str, micro_batch: int) -> ModuleTrace:
         """The trace of a micro-batch with this ``train.activation_checkpointing``.
 
         Raises:
@@ -73,10 +73,10 @@ class ModuleTraces:
         """As :func:`make_plan`, with the trace of a layout of the same run.
 
         Raises:
-            UserError: as :func:`make_plan` and :meth:`of`.
+            UserError: as :func:`make_plan` and :meth:`get`.
         """
         plan = make_plan(config, world)
-        trace = self.of(config.train.activation_checkpointing, plan.batch.micro_batch)
+        trace = self.get(config.train.activation_checkpointing, plan.batch.micro_batch)
         return make_plan(config, world, trace)
 
     def _line(self, recomputation: str) -> tuple[ModuleTrace, ModuleTrace, ModuleTrace] | None:

@@ -145,7 +145,7 @@ class Evaluator:
         if self._traces is None or layout.recomputation in self._refused:
             return None
         try:
-            return self._traces.of(layout.recomputation, layout.micro_batch)
+            return self._traces.get(layout.recomputation, layout.micro_batch)
         except UserError as error:
             self._refused[layout.recomputation] = tuple(error.problems)
             return None

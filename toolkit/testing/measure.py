@@ -79,7 +79,7 @@ class Measured:
             evaluation=abs(self.evaluation - reference.evaluation),
         )
 
-    def departure(self, reference: Measured, loss: float) -> int | None:
+    def first_different_step(self, reference: Measured, loss: float) -> int | None:
         """The first step whose loss differs from the reference's by more than ``loss``, or None."""
         pairs = zip(self.trace.losses, reference.trace.losses, strict=True)
         return next((step for step, (a, b) in enumerate(pairs) if not abs(a - b) <= loss), None)

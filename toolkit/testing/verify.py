@@ -192,7 +192,7 @@ def judge(cell: Cell, found: Measured, right: Measured) -> Judgement:
             if above and cell.excess
             else (ParityVerdict.EQUAL, "", differences)
         )
-    step = found.departure(right, cell.allowed.loss)
+    step = found.first_different_step(right, cell.allowed.loss)
     if step and right.gaps and (gap := min(right.gaps[step - 1 : step + 1])) <= FLIP_GAP:
         before = found.differences(right, step)
         if not {"loss", "norm", "gradient"} & set(before.over(cell.allowed)):
