@@ -216,7 +216,7 @@ def show_advice(
     advice = advise(
         resolve_from_files(config),
         resolve_world(config.cluster),
-        typed=overridden_keys(overrides),
+        fixed=overridden_keys(overrides),
         hours=min(hours, default=None),
         trace=create_tracer(read_data=trace),
     )

@@ -40,7 +40,7 @@ WORLD = h100s(8, 4)
 
 def advice_on(*words: str, hours: float | None = None) -> Advice:
     arguments = [*SMALL, *words]
-    return advise(compose(arguments), WORLD, typed=frozenset(overridden_keys(words)), hours=hours)
+    return advise(compose(arguments), WORLD, fixed=frozenset(overridden_keys(words)), hours=hours)
 
 
 @pytest.fixture(scope="module")

@@ -291,10 +291,10 @@ def test_recomputation_is_traced_only_where_layouts_do_not_fit_without() -> None
         traced.append((train.activation_checkpointing, plan.batch.micro_batch))
         return trace_model(plan)
 
-    large = advise(config, h100s(8), typed=frozenset(), trace=trace)
+    large = advise(config, h100s(8), fixed=frozenset(), trace=trace)
     assert {recomputation for recomputation, _ in traced} == {"none"}
     assert layout_overrides(large.best[0], config)
-    small = advise(config, replace(h100s(8), device_memory_bytes=12 * 10**9), typed=frozenset(), trace=trace)
+    small = advise(config, replace(h100s(8), device_memory_bytes=12 * 10**9), fixed=frozenset(), trace=trace)
     assert {recomputation for recomputation, _ in traced} == {"none", "selective", "full"}
     assert small.best[0].layout.recomputation != "none"
 
@@ -310,8 +310,8 @@ def test_a_model_that_cannot_recompute_has_layouts_without() -> None:
         return trace_model(plan)
 
     world = replace(h100s(8), device_memory_bytes=12 * 10**9)
-    advice = advise(config, world, typed=frozenset(), trace=trace)
+    advice = advise(config, world, fixed=frozenset(), trace=trace)
     assert all(advised.layout.recomputation == "none" for advised in advice.best)
     again = replace(config, train=replace(config.train, activation_checkpointing="full"))
     with pytest.raises(PlanError, match="it cannot"):
-        advise(again, world, typed=frozenset({"train.activation_checkpointing"}), trace=trace)
+        advise(again, world, fixed=frozenset({"train.activation_checkpointing"}), trace=trace)

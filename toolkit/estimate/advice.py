@@ -70,7 +70,7 @@ class Advice:
     """
     Attributes:
         config: the user's run.
-        typed: keys that kept their values.
+        fixed: keys that kept their values.
         goal: what was minimized, and the limits of a step.
         best: best first; empty if no layout can run.
         missed: the limit that no layout meets, in a sentence; ``best`` then has the nearest.
@@ -78,7 +78,7 @@ class Advice:
     """
 
     config: RunConfig
-    typed: frozenset[str]
+    fixed: frozenset[str]
     goal: Goal
     best: tuple[AdvisedLayout, ...]
     missed: str | None
@@ -93,7 +93,7 @@ class Advice:
             world.device is Device.CUDA
             and self.config.model.source_key == "model.family"
             and not has_transformer_engine(world)
-            and "engine.name" not in self.typed
+            and "engine.name" not in self.fixed
         )
 
 
@@ -101,7 +101,7 @@ def advise(
     config: RunConfig,
     world: World,
     *,
-    typed: frozenset[str],
+    fixed: frozenset[str],
     hours: float | None = None,
     trace: Tracer | None = None,
 ) -> Advice:
@@ -109,7 +109,7 @@ def advise(
 
     Args:
         config: composed, with the sizes of ``model.pretrained``.
-        typed: keys that keep their values.
+        fixed: keys that keep their values.
         hours: the most that all steps may take, also by ``budget.until``.
         trace: traces a model without a family (train/trace.py), which has no advice otherwise.
 
@@ -122,7 +122,7 @@ def advise(
         raise PlanError(*(found for found in draft.problems() if found.severity is Severity.ERROR))
     limited = hours is not None or most_gpu_hours(config) is not None
     space = SearchSpace(
-        config=config, world=world, shape=draft.context.shape, typed=typed, fewer_nodes=limited
+        config=config, world=world, shape=draft.context.shape, fixed=fixed, fewer_nodes=limited
     )
     profile = load_profile(config.cluster, world)
     _check_predictable(config, profile)
@@ -145,7 +145,7 @@ def advise(
     best = tuple(_advised(result) for result in search.best)
     return Advice(
         config=config,
-        typed=typed,
+        fixed=fixed,
         goal=goal,
         best=best,
         missed=missed,
@@ -245,7 +245,7 @@ def _check_predictable(config: RunConfig, profile: HardwareProfile | None) -> No
 
 def _nothing_runs(evaluator: Evaluator, search: SearchResult) -> Problem:
     space = evaluator.space
-    kept = sorted(space.typed.intersection(LAYOUT_KEYS))
+    kept = sorted(space.fixed.intersection(LAYOUT_KEYS))
     own = evaluator.evaluate(layout_of(space.config, space.world))
     seen = f"{search.layouts} layouts on {space.world.ranks} ranks"
     refused = next((problem for problem in own.problems if problem.severity is Severity.ERROR), None)
