@@ -85,7 +85,7 @@ def check_output(output: Path | None, *, force: bool) -> None:
 
 
 def next_command(output: Path) -> str:
-    """The command that plans the experiment from the current folder."""
+    """Return the command that plans the experiment from the current folder."""
     from toolkit.config import search_path
 
     found = output.resolve().parent.parent in search_path.folders(None)

@@ -66,7 +66,7 @@ def _cosine_minimum(value: Any, ctx: Context) -> Decision:
 
 
 def offload(value: Any, optimizer: Any, parameters: Any) -> Decision:
-    """The decision about one of two devices, which together are an option of the group offload."""
+    """Return the decision about one of two devices, which together are an option of the group offload."""
     pair = tuple(str(device or "none").lower() for device in (optimizer, parameters))
     if str(value or "none").lower() == "none":
         return default()
@@ -176,7 +176,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def decide(name: str, value: Any, ctx: Context) -> Decision:
-    """The decision about one key of DeepSpeed's JSON."""
+    """Return the decision about one key of DeepSpeed's JSON."""
     if value == AUTO:
         return default("auto: the plan decides, or the key of another file")
     if name in RULES:

@@ -31,7 +31,7 @@ MOST_SHOWN = 80  # characters of a value in a comment
 
 
 def write_experiment(adoption: Adoption, name: str, files: Sequence[str]) -> str:
-    """The text of ``exp/<name>.yaml``."""
+    """Return the text of ``exp/<name>.yaml``."""
     return "\n".join(_lines(adoption, name, files)) + "\n"
 
 

@@ -56,7 +56,7 @@ def show_help(arguments: Sequence[str], above: str = "", root: ConfigRoot = RUN)
 
 
 def help_text(arguments: Sequence[str] = (), root: ConfigRoot = RUN) -> str:
-    """The help on the sections, groups and keys in ``arguments``; without any, the whole help.
+    """Return the help on the sections, groups and keys in ``arguments``; without any, the whole help.
 
     Overrides are ignored.
 
@@ -132,7 +132,7 @@ def _group(folders: Sequence[Path], group: str, root: ConfigRoot) -> str:
 
 
 def _ordered(groups: Sequence[str], root: ConfigRoot) -> list[str]:
-    """The groups in the order of the defaults list, then the others."""
+    """Return the groups in the order of the defaults list, then the others."""
     first = list(_defaults(root))
     return [*(name for name in first if name in groups), *(name for name in groups if name not in first)]
 
@@ -144,7 +144,9 @@ def _defaults(root: ConfigRoot) -> dict[str, str | None]:
 
 
 def _comment(folders: Sequence[Path], group: str, option: str) -> tuple[str, str]:
-    """The first two lines of a file's leading comment. In experiments the first line is the command."""
+    """Return the first two lines of a file's leading comment. In experiments the first line is the
+    command.
+    """
     path = next(path for folder in folders if (path := folder / group / f"{option}.yaml").is_file())
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -160,7 +162,7 @@ def _comment(folders: Sequence[Path], group: str, option: str) -> tuple[str, str
 
 
 def _section(section: str, root: ConfigRoot) -> str:
-    """The keys directly in ``section``, without nested sections."""
+    """Return the keys directly in ``section``, without nested sections."""
     lines = [f"  {section}"] if section else []
     for name, key in keys.keys_by_name(root).items():
         if key.section == section:
@@ -185,13 +187,13 @@ def _show(value: Any) -> str:
 
 @cache
 def _values(root: ConfigRoot) -> dict[str, Any]:
-    """The values of all keys after the defaults list is applied."""
+    """Return the values of all keys after the defaults list is applied."""
     return keys.flatten(compose([])) if root is RUN else {}
 
 
 @cache
 def _descriptions(root: ConfigRoot) -> dict[str, str]:
-    """The string below each field of the schema, by the full name of the key."""
+    """Return the string below each field of the schema, by the full name of the key."""
     return dict(_walk(root.kind, ""))
 
 
@@ -211,7 +213,7 @@ def _walk(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def _field_strings(module: str) -> dict[str, dict[str, str]]:
-    """The strings below the fields of the classes in ``module``, by class and field."""
+    """Return the strings below the fields of the classes in ``module``, by class and field."""
     return {
         node.name: {
             field.target.id: inspect.cleandoc(text.value.value)

@@ -20,7 +20,7 @@ RENAMED_VALUES = {"train.on_nonfinite": {"continue": "skip"}}  # key -> old valu
 
 
 def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -> Problem:
-    """The problem of an argument that cannot be parsed.
+    """Return the problem of an argument that cannot be parsed.
 
     ``folders`` are searched for experiments of that name.
     """
@@ -48,7 +48,7 @@ def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -
 
 
 def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: ConfigRoot = RUN) -> Problem:
-    """The problem of an unknown key, with a suggestion."""
+    """Return the problem of an unknown key, with a suggestion."""
     above = name.rpartition(".")[0]
     while above and above not in keys.keys_by_name(root) and above not in keys.sections(root):
         above = above.rpartition(".")[0]
@@ -81,7 +81,7 @@ def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: ConfigRo
 
 
 def wrong_value(name: str, seen: str, root: ConfigRoot = RUN) -> Problem:
-    """The problem of a value that the type of ``name`` does not accept."""
+    """Return the problem of a value that the type of ``name`` does not accept."""
     key = keys.keys_by_name(root).get(name)
     if key is None and keys.is_open(name, root):
         return Problem(
@@ -110,7 +110,7 @@ def wrong_value(name: str, seen: str, root: ConfigRoot = RUN) -> Problem:
 
 
 def _whole(key: keys.ConfigKey, seen: str) -> str | None:
-    """The whole number that the value in ``seen``, 1e4 or 10k in a file, writes."""
+    """Return the whole number that the value in ``seen``, 1e4 or 10k in a file, writes."""
     value = re.search(r"Value '([^']+)'", seen)
     count = parse_count(value[1]) if value is not None and key.kinds[0] is int else None
     return None if count is None else str(count)

@@ -83,7 +83,7 @@ class SweepArguments:
         )
 
     def swept(self, point: Sequence[str]) -> tuple[str, ...]:
-        """The overrides of ``point`` that are not the same in all points."""
+        """Return the overrides of ``point`` that are not the same in all points."""
         return tuple(word for word in point if word.partition("=")[0] not in self.fixed)
 
 
@@ -142,7 +142,7 @@ def read_sweep(arguments: Sequence[str]) -> SweepArguments:
 
 
 def _folders(arguments: Sequence[str]) -> tuple[tuple[Path, ...], list[str]]:
-    """The folders with groups, and the arguments without options that begin with a dash."""
+    """Return the folders with groups, and the arguments without options that begin with a dash."""
     plain, own, problems = overrides.split_options(arguments)
     if problems:
         raise ConfigError(*problems)

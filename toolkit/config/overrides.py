@@ -115,8 +115,8 @@ def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedO
 
 
 def overridden_keys(arguments: Sequence[str]) -> frozenset[str]:
-    """The keys that ``arguments`` set by name, or by choosing an option of a group: ``zero=stage3`` sets all
-    keys of the section ``zero``. Experiments and options such as ``--config-dir`` set none.
+    """Return the keys that ``arguments`` set by name, or by choosing an option of a group: ``zero=stage3``
+    sets all keys of the section ``zero``. Experiments and options such as ``--config-dir`` set none.
     """
     names = {
         argument.partition("=")[0].lstrip("+~") for argument in arguments if not argument.startswith("-")
@@ -178,7 +178,9 @@ def _reset_other_durations(overrides: Sequence[str]) -> tuple[list[str], list[Pr
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Problem]]:
-    """Arguments without options that begin with a dash, the user's configuration folder, and problems."""
+    """Return arguments without options that begin with a dash, the user's configuration folder, and
+    problems.
+    """
     plain: list[str] = []
     problems: list[Problem] = []
     own: Path | None = None
@@ -230,7 +232,7 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], Path | None, lis
 
 
 def _for_hydra(override: Override, root: ConfigRoot) -> str:
-    """The override as Hydra needs it.
+    """Return the override as Hydra needs it.
 
     A setting below an open key may exist already, from an experiment's file, so it is added or changed. For a
     key of type text, ``007`` and ``1e3`` are text and not the numbers 7 and 1000.
@@ -250,7 +252,9 @@ def _for_hydra(override: Override, root: ConfigRoot) -> str:
 
 @cache
 def default_config(root: ConfigRoot = RUN) -> DictConfig:
-    """The schema with its defaults as an OmegaConf object. Callers must copy it before they modify it."""
+    """Return the schema with its defaults as an OmegaConf object. Callers must copy it before they modify
+    it.
+    """
     return OmegaConf.structured(root.kind)
 
 

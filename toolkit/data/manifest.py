@@ -136,7 +136,9 @@ class DataManifest:
         return str(self.url or self.folder)
 
     def split(self, name: str) -> TokenSplit:
-        """Raises InputError naming the available splits if there is no split ``name``."""
+        """Return the split ``name``. Raises InputError naming the available splits if there is none of this
+        name.
+        """
         if name not in self.splits:
             remedy = f"use one of: {', '.join(sorted(self.splits))}"
             raise DATA.error(f"split {name} of {self.location}", "the data folder holds the split", remedy)

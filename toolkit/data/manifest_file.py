@@ -124,6 +124,6 @@ def _read_json(path: str | Path, remedy: str = HOW_TO_MAKE[TOKENS_KIND]) -> tupl
 
 
 def incomplete_manifest(file: Location, error: Exception) -> InputError:
-    """The error for a manifest with a missing or invalid field."""
+    """Return the error for a manifest with a missing or invalid field."""
     seen = f"{file}: {type(error).__name__} {error}"
     return DATA.error(seen, "the manifest has every field of its format", "prepare the data again")

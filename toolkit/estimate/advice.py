@@ -155,7 +155,9 @@ def advise(
 
 
 def layout_overrides(advised: AdvisedLayout, config: RunConfig) -> list[str]:
-    """The arguments that turn ``config`` into the advised layout: ``engine=megatron parallel.tensor=2``."""
+    """Return the arguments that turn ``config`` into the advised layout: ``engine=megatron
+    parallel.tensor=2``.
+    """
     layout, base = advised.layout, config
     changed = layout.apply(config)
     overrides = []
@@ -188,7 +190,9 @@ def layout_overrides(advised: AdvisedLayout, config: RunConfig) -> list[str]:
 def _nearest(
     evaluator: Evaluator, goal: Goal, config: RunConfig, hours: float | None
 ) -> tuple[SearchResult, str | None]:
-    """The fastest layouts if no layout meets the deadline; the cheapest ones if none is within the budget."""
+    """Return the fastest layouts if no layout meets the deadline; the cheapest ones if none is within the
+    budget.
+    """
     if hours is not None:
         search = find_best(evaluator, Goal())
         if not search.best:
@@ -331,7 +335,7 @@ def _alternatives(evaluator: Evaluator, goal: Goal, search: SearchResult) -> Ite
 
 
 def _smallest(evaluator: Evaluator, keep: Callable[[Layout], bool]) -> LayoutResult | None:
-    """The layout that needs least memory, of those that do not run."""
+    """Return the layout that needs least memory, of those that do not run."""
     kept = [layout for layout in evaluator.layouts if keep(layout)]
     least = min(kept, key=evaluator.least_bytes, default=None)
     return None if least is None else evaluator.evaluate(least)
@@ -380,7 +384,7 @@ def _does_not_fit(plan: RunPlan) -> str:
 
 
 def _slower_part(estimate: StepEstimate, best: StepEstimate) -> str | None:
-    """The part of the step that takes most longer than in the best layout."""
+    """Return the part of the step that takes most longer than in the best layout."""
     longer = {name: seconds - best.parts.get(name, 0.0) for name, seconds in estimate.parts.items()}
     name = max(longer, key=lambda part: longer[part], default=None)
     if name is None or longer[name] <= 0:

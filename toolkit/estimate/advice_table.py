@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def to_json(advice: Advice) -> dict[str, Any]:
-    """The advice in JSON types, with the units of the plan's JSON."""
+    """Return the advice in JSON types, with the units of the plan's JSON."""
     return {
         "format_version": 1,
         "missed": advice.missed,
@@ -40,7 +40,7 @@ def to_json(advice: Advice) -> dict[str, Any]:
 
 
 def format_advice(advice: Advice) -> RenderableType:
-    """The best layouts, the alternatives and how to run the first."""
+    """Return the best layouts, the alternatives and how to run the first."""
     from rich.console import Group
     from rich.text import Text
 
@@ -75,7 +75,7 @@ def format_advice(advice: Advice) -> RenderableType:
 
 
 def forecast_lines(advice: Advice) -> list[str]:
-    """The comment of the experiment's file: what is predicted for the first layout."""
+    """Return the comment of the experiment's file: what is predicted for the first layout."""
     first = advice.best[0]
     estimate, memory = first.estimate, first.plan.memory
     lines = [
@@ -90,7 +90,7 @@ def forecast_lines(advice: Advice) -> list[str]:
 
 
 def start_command(plan: RunPlan, arguments: str) -> str:
-    """The command that starts ``plan`` with ``arguments`` on its machines."""
+    """Return the command that starts ``plan`` with ``arguments`` on its machines."""
     world = plan.world
     if plan.config.engine.name is EngineName.local or world.device is Device.CPU:
         return f"python launch/train.py {arguments}"

@@ -63,7 +63,7 @@ class BudgetForecast:
         return self.needed > self.limit.limit - self.limit.used
 
     def to_json(self) -> dict[str, Any]:
-        """All figures as JSON types; an infinite one is null."""
+        """Return all figures as JSON types; an infinite one is null."""
         needed = None if isinf(self.needed) else self.needed
         return {**asdict(self.limit), "needed": needed, "steps": self.steps}
 

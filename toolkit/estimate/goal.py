@@ -36,7 +36,7 @@ class Goal:
 
 
 def make_goal(config: RunConfig, world: World, hours: float | None) -> Goal:
-    """The fastest layout, or the cheapest that ends within ``hours``; both within ``config.budget``.
+    """Return the fastest layout, or the cheapest that ends within ``hours``; both within ``config.budget``.
 
     Args:
         hours: for all steps.

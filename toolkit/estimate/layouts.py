@@ -303,6 +303,6 @@ class SearchSpace:
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
-    """The divisors of ``number`` up to ``most``, in rising order; at least 1."""
+    """Return the divisors of ``number`` up to ``most``, in rising order; at least 1."""
     largest = number if most is None else max(1, min(number, most))
     return [size for size in range(1, largest + 1) if number % size == 0]

@@ -55,7 +55,7 @@ class ModuleTraces:
         return tuple(self._traced)
 
     def get(self, recomputation: str, micro_batch: int) -> ModuleTrace:
-        """The trace of a micro-batch with this ``train.activation_checkpointing``.
+        """Return the trace of a micro-batch with this ``train.activation_checkpointing``.
 
         Raises:
             PlanError: the model cannot be traced.
@@ -70,7 +70,7 @@ class ModuleTraces:
         return self._exact(recomputation, micro_batch)
 
     def plan(self, config: RunConfig, world: World) -> RunPlan:
-        """As :func:`make_plan`, with the trace of a layout of the same run.
+        """Call :func:`make_plan` with the trace of a layout of the same run.
 
         Raises:
             UserError: as :func:`make_plan` and :meth:`get`.
@@ -99,7 +99,7 @@ class ModuleTraces:
         return self._traced[key]
 
     def _plan_alone(self, recomputation: str, micro_batch: int) -> RunPlan:
-        """The plan of one micro-batch on one rank, which computes the same as a rank of any layout."""
+        """Return the plan of one micro-batch on one rank, which computes the same as a rank of any layout."""
         train = replace(
             self._config.train,
             micro_batch=micro_batch,
@@ -122,7 +122,7 @@ class ModuleTraces:
 
 
 def interpolate(low: ModuleTrace, high: ModuleTrace, micro_batch: int) -> ModuleTrace:
-    """The trace of ``micro_batch`` samples on the line through two others."""
+    """Return the trace of ``micro_batch`` samples on the line through two others."""
     share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
 
     def at(one: float, other: float) -> float:

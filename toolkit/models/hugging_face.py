@@ -141,7 +141,7 @@ def _download(name: str) -> Path:
 
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the state dict, such as the biases of a router's scores."""
+    """Return the buffers that belong to the state dict, such as the biases of a router's scores."""
     buffers = dict(module.named_buffers())
     return {name: buffers[name] for name in module.state_dict() if name in buffers}
 
@@ -170,7 +170,7 @@ def _load_buffers(plan: RunPlan, buffers: dict[str, torch.Tensor]) -> None:
 
 
 def describe_export(plan: RunPlan) -> tuple[dict[str, Any], BufferFile | None]:
-    """The ``config.json`` of an exported ``model.hf``, and the buffers of its state dict."""
+    """Return the ``config.json`` of an exported ``model.hf``, and the buffers of its state dict."""
     config, module = build_config(plan.config.model), build_skeleton(plan)
     buffers = {name: buffer.contiguous() for name, buffer in saved_buffers(module).items()}
     content = {

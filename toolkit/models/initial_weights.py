@@ -90,7 +90,7 @@ class InitialWeights:
             report_progress(f"initializing {path}")
 
     def _record(self, shards_by_name: Mapping[str, list[Shard]]) -> tuple[list[ModuleDraw], list[str]]:
-        """The modules with shards: those that can be drawn in parts, and the paths of the others."""
+        """Return the modules with shards: those that can be drawn in parts, and the paths of the others."""
         drawn, rest = [], []
         for path, module in self._skeleton.named_modules():
             names = {name: _join(path, name) for name in module._parameters}

@@ -55,7 +55,7 @@ def report_construction() -> Iterator[None]:
 
 
 def hugging_face_config(model: ModelConfig, seed: int) -> dict[str, Any] | None:
-    """The ``config.json`` of an exported ``model.target`` for transformers; None for other modules."""
+    """Return the ``config.json`` of an exported ``model.target`` for transformers; None for other modules."""
     module = build_user_module(model, seed)
     config: Any = getattr(module, "config", None)
     if not hasattr(module, "save_pretrained") or not hasattr(config, "to_diff_dict"):

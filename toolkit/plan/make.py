@@ -47,7 +47,7 @@ class DraftPlan:
     found: tuple[Problem, ...]
 
     def problems(self) -> tuple[Problem, ...]:
-        """All problems, errors first."""
+        """Return all problems, errors first."""
         every = [*self.found, *rules.find_problems(self.context)]
         return tuple(sorted(every, key=lambda problem: problem.severity is not Severity.ERROR))
 
@@ -197,7 +197,7 @@ def _engine_settings(
 
 
 def _tokens(config: RunConfig, batch: BatchPlan | None) -> int | None:
-    """Tokens of a micro-batch on a rank."""
+    """Return tokens of a micro-batch on a rank."""
     if batch is None:
         return None
     return batch.micro_batch * config.train.sequence_length // config.parallel.context
@@ -223,7 +223,7 @@ def _with_train_steps(config: RunConfig, problems: list[Problem]) -> RunConfig:
 
 
 def _sizes(shape: ModelShape | None, parameters: tuple[ParameterSpec, ...], axes: Axes | None) -> list[int]:
-    """Elements of each parameter on a rank of the largest stage; empty for ``model.target``."""
+    """Return the elements of each parameter on a rank of the largest stage; empty for ``model.target``."""
     if axes is None or not parameters:
         return []
     stages = [[spec.numel for spec in specs] for _, specs in rank_parameters(shape, parameters, axes)]

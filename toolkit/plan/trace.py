@@ -84,7 +84,7 @@ class ModuleTrace:
         return self.hardware_flops - self.recomputed_flops
 
     def to_json(self) -> dict[str, Any]:
-        """The attributes, with the number of parameters instead of their list."""
+        """Return the attributes, with the number of parameters instead of their list."""
         return {**asdict(replace(self, parameters=())), "parameters": self.numel}
 
 

@@ -57,14 +57,14 @@ def resolve_epochs(config: RunConfig, samples: int) -> RunConfig:
 
 
 def first_step_after(train: TrainConfig, samples: int) -> int:
-    """The smallest number of steps that reads at least ``samples`` samples, at least 1."""
+    """Return the smallest number of steps that reads at least ``samples`` samples, at least 1."""
     stages = ramp_stages(train)
     stage = stages[bisect_right([stage.first_sample for stage in stages], samples - 1) - 1]
     return max(1, stage.first_step + -(-(samples - stage.first_sample) // stage.size))
 
 
 def samples_after(train: TrainConfig, steps: int) -> int:
-    """The samples that the first ``steps`` steps read."""
+    """Return the samples that the first ``steps`` steps read."""
     stage = next(stage for stage in reversed(ramp_stages(train)) if stage.first_step <= steps)
     return stage.first_sample + (steps - stage.first_step) * stage.size
 

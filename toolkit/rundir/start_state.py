@@ -137,7 +137,7 @@ def check_folder(path: Path) -> None:
 
 
 def check_identity(config: RunConfig, file: Path) -> None:
-    """Raises ConfigError if the folder belongs to another run.
+    """Raise ConfigError if the folder belongs to another run.
 
     Args:
         config: Configuration of this start.

@@ -35,7 +35,7 @@ class StopCosts:
     ending: float
 
     def needed(self, *, evaluation_due: bool) -> float:
-        """Seconds until the end if the run makes one more step, evaluates, saves and stops.
+        """Return the seconds until the end if the run makes one more step, evaluates, saves and stops.
 
         One more save counts, which may be due now or still in the background.
 
@@ -144,7 +144,7 @@ class BudgetWatch(Hook, SaveObserver):
 
 
 def _endings(earlier: Sequence[AttemptUsage]) -> list[float]:
-    """Seconds from the last activity to the end of attempts that ended in order."""
+    """Return the seconds from the last activity to the end of attempts that ended in order."""
     orderly = (RunState.STOPPED, RunState.DONE)
     return [
         max(0.0, times.ended - times.active)

@@ -155,8 +155,8 @@ class NextTokenTask(TextTask):
 
     @classmethod
     def has_engine_loss(cls) -> bool:
-        """Whether Megatron-core and pipelines, which never call ``loss_sum`` with a model, compute the same
-        loss.
+        """Return whether Megatron-core and pipelines, which never call ``loss_sum`` with a model, compute the
+        same loss.
         """
         return cls.loss_sum is NextTokenTask.loss_sum
 

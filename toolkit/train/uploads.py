@@ -134,7 +134,9 @@ class CheckpointUploads(Hook):
             self.uploader.send(path)
 
     def on_step(self, completed: CompletedStep) -> None:
-        """Raises ConfigError: Another attempt writes to the store, so two of them are training."""
+        """Report uploads that failed. Raises ConfigError if another attempt writes to the store: then two of
+        them are training.
+        """
         self._step = completed.step
         if self.uploader.error is not None:
             raise self.uploader.error

@@ -295,6 +295,6 @@ def _metric_objects(config: RunConfig) -> list[UserObject]:
 
 
 def _metric_kinds() -> tuple[type, ...]:
-    """The classes of metrics; those of torchmetrics if the user's code imported it."""
+    """Return the classes of metrics; those of torchmetrics if the user's code imported it."""
     torchmetrics = sys.modules.get("torchmetrics")
     return (Metric,) if torchmetrics is None else (Metric, torchmetrics.Metric, torchmetrics.MetricCollection)

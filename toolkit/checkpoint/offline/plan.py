@@ -66,7 +66,9 @@ class ReshardPlan:
 
 
 def plan_reshard(source: Catalog, target: CheckpointTarget, *, examine: bool = True) -> ReshardPlan:
-    """Raises CheckpointError naming what is not covered, covered twice or unavailable."""
+    """Plan which bytes are read and written. Raises CheckpointError naming what is not covered, covered twice
+    or unavailable.
+    """
     units, unused = plan_units(source, target)
     plan = ReshardPlan(tensors=len(target.tensors), unused=unused)
     source_side = _Side(source.tensors, "source")

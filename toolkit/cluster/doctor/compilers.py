@@ -72,7 +72,7 @@ def assess_build_tools(tools: BuildTools, requirements: RunRequirements) -> Iter
 
 
 def measure_transformer_engine(requirements: RunRequirements) -> tuple[str | None, str | None]:
-    """The versions of Transformer Engine and of torch's CUDA."""
+    """Return the versions of Transformer Engine and of torch's CUDA."""
     machine = detect_machine()
     return machine.transformer_engine, machine.torch_cuda
 

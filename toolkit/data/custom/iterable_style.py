@@ -130,7 +130,7 @@ class _EpochReader:
         self.epoch, self._offset, self._taken = 0, 0, 0  # offset: samples taken in this epoch
 
     def take(self) -> Any:
-        """Raises DatasetError with the line of the user's code."""
+        """Return the next sample. Raises DatasetError with the line of the user's code."""
         for _ in range(2):
             if self._iterator is None:
                 self._begin()

@@ -161,7 +161,9 @@ class RecordManifest:
         )
 
     def split(self, name: str) -> RecordSplit:
-        """Raises InputError naming the available splits if there is no split ``name``."""
+        """Return the split ``name``. Raises InputError naming the available splits if there is none of this
+        name.
+        """
         if name not in self.splits:
             remedy = f"use one of: {', '.join(sorted(self.splits))}"
             raise DATA.error(f"split {name} of {self.folder}", "the data folder holds the split", remedy)

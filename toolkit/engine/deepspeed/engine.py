@@ -290,7 +290,7 @@ class DeepSpeedEngine:
         return grad_norm
 
     def _loss_scale(self) -> float:
-        """The run's loss scale; 1 in fp32 and bf16."""
+        """Return the run's loss scale; 1 in fp32 and bf16."""
         return patches.run_loss_scale(self._ds.optimizer, self._ranks)
 
     def _sum_units(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:

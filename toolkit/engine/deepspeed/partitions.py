@@ -129,7 +129,7 @@ GroupStates = Callable[[Mapping[str, Any]], StateLayout]
 
 
 def group_states(spec: OptimizerSpec, optim: OptimConfig, group: Mapping[str, Any]) -> StateLayout:
-    """The states of a parameter group of DeepSpeed's optimizer."""
+    """Return the states of a parameter group of DeepSpeed's optimizer."""
     return spec.states(optim, spec.group_kind(group))
 
 

@@ -331,5 +331,5 @@ class _Curve:
                 self.best = (middle, loss)
 
     def noise(self) -> float:
-        """The standard deviation of one evaluation."""
+        """Return the standard deviation of one evaluation."""
         return noise_level([loss for _, loss in self.newest])

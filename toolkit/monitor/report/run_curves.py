@@ -105,7 +105,7 @@ class AttemptStats:
 
 
 def _is_planned(name: str) -> bool:
-    """Whether a plan states the metric or part, rather than its spread over ranks."""
+    """Return whether a plan states the metric or part, rather than its spread over ranks."""
     return name in PLANNED or (name.startswith(COMMUNICATION) and not name.endswith((" min", " max")))
 
 

@@ -144,7 +144,7 @@ def _lazy_pieces(
 def _check_unique(
     parameters: Mapping[str, RankParameter], parts: Mapping[str, CanonicalPart], folder: Path
 ) -> None:
-    """Raises CheckpointError if two parameters of one rank are the same canonical tensor.
+    """Raise CheckpointError if two parameters of one rank are the same canonical tensor.
 
     A tied alias may be stored too, but without its own optimizer state.
     """

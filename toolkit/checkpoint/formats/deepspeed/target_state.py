@@ -240,7 +240,7 @@ def zero12_state(
 def zero3_state(
     buffers: Sequence[FlatBuffer], settings: TargetSettings, records: FileTensors
 ) -> dict[str, Any]:
-    """The same for ZeRO 3; equal on all ranks except for the tensors."""
+    """Return the state of ZeRO 3; it is equal on all ranks except for the tensors."""
     scaler = ReduceCall(_SCALER, (1.0,), {"cur_scale": 1.0, "dynamic": False})
     return _optimizer_file(
         {

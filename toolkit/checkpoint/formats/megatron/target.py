@@ -55,8 +55,8 @@ SCHEDULER = (
 
 
 def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
-    """Raises CheckpointError if Megatron-core lacks the model, the layout does not fit, or optimizer
-    settings are unknown.
+    """Plan the files of the target. Raises CheckpointError if Megatron-core lacks the model, the layout does
+    not fit, or optimizer settings are unknown.
     """
     shape = source.shape
     if shape is None:
