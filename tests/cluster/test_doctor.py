@@ -30,7 +30,7 @@ from toolkit.config.schema import EngineName
 from toolkit.errors import Problem
 from toolkit.monitor.comm_benchmark_rows import ALL_REDUCE, probe_row
 from toolkit.plan import make_plan
-from toolkit.plan.saves import checkpoint_bytes
+from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.types import Device, World
 
 GIB = 2**30

@@ -12,7 +12,7 @@ from toolkit.config.checkpoint import CheckpointConfig
 from toolkit.config.schema import Precision
 from toolkit.errors import PlanError
 from toolkit.plan import make_plan
-from toolkit.plan.saves import checkpoint_bytes
+from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.types import Device, RunPlan, World
 
 GPU = World(ranks=2, ranks_per_node=2, device=Device.CUDA, gpu="h100", has_compiler=True)

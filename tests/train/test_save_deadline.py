@@ -16,7 +16,7 @@ from toolkit import checkpoint_folder
 from toolkit.errors import ExitCode
 from toolkit.goodput import AttemptTimes, SaveRecord, read_saves, read_times, write_times
 from toolkit.observe.goodput_tracker import GoodputTracker
-from toolkit.plan.saves import assumed_speed, rank_bytes
+from toolkit.plan.checkpoint_size import assumed_speed, rank_bytes
 from toolkit.plan.types import Device, World
 from toolkit.rundir.status import RunState
 from toolkit.testing.tiny import tiny_plan

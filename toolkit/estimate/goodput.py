@@ -20,7 +20,7 @@ from toolkit.estimate.save_interval import (
     waiting_share,
 )
 from toolkit.estimate.types import StepEstimate
-from toolkit.plan.saves import assumed_speed
+from toolkit.plan.checkpoint_size import assumed_speed
 from toolkit.plan.types import Device, RunPlan
 from toolkit.progress import duration
 

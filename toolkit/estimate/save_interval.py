@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import exp, expm1, isinf, sqrt
 
 from toolkit.estimate.interconnects import topology_of
-from toolkit.plan.saves import assumed_speed, rank_bytes
+from toolkit.plan.checkpoint_size import assumed_speed, rank_bytes
 from toolkit.plan.types import Device, RunPlan
 
 # 419 unexpected interruptions in 54 days on 2,048 nodes of eight H100: Llama Team, "The Llama 3 Herd of

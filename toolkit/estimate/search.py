@@ -34,12 +34,12 @@ from toolkit.estimate.step import estimate_step
 from toolkit.estimate.types import StepEstimate
 from toolkit.families.base import ParameterSpec
 from toolkit.layout.axes import Axis
+from toolkit.plan.checkpoint_size import state_bytes
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.make import draft_plan
 from toolkit.plan.memory_verdict import USABLE, Fit, judge_memory
 from toolkit.plan.memory_zero import FP32
 from toolkit.plan.rank_parameters import is_expert_parameter
-from toolkit.plan.saves import state_bytes
 from toolkit.plan.trace import ModuleTrace
 from toolkit.plan.types import Device, RunPlan
 from toolkit.step_parts import BACKWARD, FORWARD, communication

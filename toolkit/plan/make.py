@@ -17,6 +17,7 @@ from toolkit.layout.axes import Axes
 from toolkit.optimizers import get_optimizer
 from toolkit.plan import deepspeed, megatron, rules
 from toolkit.plan.batch import plan_batch
+from toolkit.plan.checkpoint_size import rank_state_bytes
 from toolkit.plan.deepspeed_file import accept_file_keys
 from toolkit.plan.device_overhead import add_device_overhead
 from toolkit.plan.hugging_face import HuggingFaceModel, describe
@@ -25,7 +26,7 @@ from toolkit.plan.memory import plan_memory
 from toolkit.plan.memory_verdict import DOES_NOT_FIT, MAY_NOT_FIT, Fit, judge_memory, nearest_change
 from toolkit.plan.rank_parameters import rank_parameters
 from toolkit.plan.rule_context import RuleContext
-from toolkit.plan.saves import plan_saves, rank_state_bytes
+from toolkit.plan.saves import plan_saves
 from toolkit.plan.trace import ModuleTrace, NotTraced
 from toolkit.plan.train_steps import resolve_train_steps
 from toolkit.plan.types import BatchPlan, MemoryPlan, RunPlan, World

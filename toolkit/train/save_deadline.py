@@ -13,7 +13,7 @@ from statistics import median
 
 from toolkit.goodput import SaveRecord
 from toolkit.hooks import SaveObserver
-from toolkit.plan.saves import assumed_speed, rank_bytes
+from toolkit.plan.checkpoint_size import assumed_speed, rank_bytes
 from toolkit.plan.types import RunPlan
 from toolkit.progress import duration, quantity
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import without_secrets
-from toolkit.plan.saves import checkpoint_bytes
+from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.types import Device, RunPlan, World
 
 
