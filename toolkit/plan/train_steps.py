@@ -71,7 +71,7 @@ def samples_after(train: TrainConfig, steps: int) -> int:
 
 def _steps_of_tokens(config: RunConfig, text: str) -> int:
     train = config.train
-    if config.data.images:
+    if config.data.is_arrays:
         raise _refusal(
             f"train.tokens={text}, data.name={config.data.name}",
             "only text has tokens",

@@ -222,7 +222,7 @@ class RunPlan:
         """The unit of mean losses and of throughput, in the plural."""
         if self.task_unit is not None:
             return self.task_unit
-        if self.config.task.target is None and self.config.data.images:
+        if self.config.task.target is None and self.config.data.is_arrays:
             return "images"
         return "tokens" if self.config.task.target is None and self.config.data.is_text else "samples"
 

@@ -175,7 +175,7 @@ def build_user_task(config: RunConfig) -> Task | None:
         ConfigError: as :func:`check_user_task`.
     """
     given = _task_object(config)
-    if given is None and config.data.custom:
+    if given is None and config.data.is_custom:
         own_loss = ModelLossTask(str(config.model.target))
         own_loss.unit = "unit"  # labels or samples
         return own_loss
@@ -189,7 +189,7 @@ def build_user_task(config: RunConfig) -> Task | None:
 def checked_task(task: Task, config: RunConfig, metrics: EvaluationMetrics | None) -> Task:
     """Wrap a task in checks if it, its dataset or a metric is the user's own."""
     given = _task_object(config)
-    users = given is not None or metrics is not None or config.data.custom
+    users = given is not None or metrics is not None or config.data.is_custom
     return CheckedTask(task, given, metrics) if users else task
 
 
