@@ -73,7 +73,7 @@ def summary(adoption: Adoption) -> str:
 
 
 def _comments(adoption: Adoption) -> dict[str, list[str]]:
-    """For each setting, the keys that it comes from."""
+    """Return the keys from which each setting comes."""
     found: dict[str, list[str]] = defaultdict(list)
     decided = {target for key in adoption.keys for target, _ in key.targets}
     for key in adoption.keys:

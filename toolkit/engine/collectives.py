@@ -305,7 +305,7 @@ class _CollectiveRecorder:
         return call.wait, call.wait
 
     def _coalesced_parts(self, calls: Sequence[_RecordedCall]) -> tuple[TimedPart | None, TimedPart | None]:
-        """As :meth:`_parts`, for several calls that start as one."""
+        """Return what :meth:`_parts` returns, for several calls that start as one."""
         recorder = self._recorder
         if recorder is None or not calls or not calls[0].axis or not recorder.is_recording():
             return None, None

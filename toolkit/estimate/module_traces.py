@@ -170,7 +170,7 @@ def _agree(one: ModuleTrace, other: ModuleTrace) -> bool:
 
 
 def _figures(trace: ModuleTrace) -> tuple[float, ...]:
-    """What memory and time are computed from, except for the peak."""
+    """Return the figures from which memory and time are computed, except for the peak."""
     works = [*trace.forward_work.values(), *trace.backward_work.values()]
     return (
         trace.saved_bytes,

@@ -358,7 +358,9 @@ def _structure(layout: Layout) -> tuple[object, ...]:
 
 
 def _savings(layout: Layout) -> tuple[int, ...]:
-    """How much memory recomputation and offload of each kind save, as ranks: more is slower."""
+    """Return ranks of how much memory recomputation and offload of each kind save; a higher rank is
+    slower.
+    """
     again = {"none": 0, "selective": 1, "full": 1_000_000}
     every = layout.recomputation  # or every N-th block
     recomputed = again[every] if every in again else 2 + 100_000 // int(every)

@@ -40,7 +40,8 @@ def load_family(name: str) -> Family:
 
 
 def resolve_shape_of(family: Family, model: ModelConfig) -> ModelShape:
-    """Return the shape of ``model`` in ``family``, whose name replaces a dotted path.
+    """Return the shape of ``model`` in ``family``. The family's name replaces a dotted path in the model's
+    configuration.
 
     Raises:
         PlanError: lists every missing or impossible size.

@@ -108,7 +108,7 @@ class GPT2Family:
         return {"lm_head.weight": f"{PREFIX}wte.weight"} if shape.tie_word_embeddings else {}
 
     def hub_tensors(self, shape: ModelShape) -> tuple[HubTensor, ...]:
-        """As in memory.
+        """Return the tensors as they are in memory.
 
         The first releases were saved without the outer module, so their names lack its prefix.
         """

@@ -165,7 +165,9 @@ def _measure(
 
 
 def _free_gradient(parameter: torch.Tensor) -> None:
-    """Engines add a gradient to their buffers, which the plan counts, as soon as it is complete."""
+    """Free the gradient of a parameter as soon as it is complete: engines add it to their buffers, which the
+    plan counts.
+    """
     parameter.grad = None
 
 

@@ -76,7 +76,7 @@ class HostClock(Clock):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadDelays:
-    """What kept a rank's training thread from running, in seconds since the start or within one step.
+    """Delays of a rank's training thread, in seconds since the start or within one step.
 
     Attributes:
         starved: the thread was ready to run but had no processor.

@@ -73,7 +73,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangSources:
-    """Where a rank's report comes from.
+    """The sources of a rank's report.
 
     Attributes:
         processes: of all ranks, by rank.

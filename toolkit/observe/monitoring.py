@@ -33,7 +33,7 @@ from toolkit.step_parts import NULL_RECORDER, Recorder
 
 @dataclass(frozen=True, slots=True)
 class RunMonitor:
-    """What observes one rank's run.
+    """The observers of one rank's run.
 
     Attributes:
         sink: takes the rows of the run; on rank 0 the health detectors see them too.

@@ -229,7 +229,7 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateB
 def _stage_elements(
     shape: ModelShape, axes: Axes, layers: tuple[int, ...], virtual: int, *, distributed: bool
 ) -> tuple[tuple[int, int], ...]:
-    """For each pipeline stage, the parameters of a rank and those that it updates, with padding.
+    """Return for each pipeline stage the parameters of a rank and those that it updates, with padding.
 
     Cached because a search plans the same axes with many micro-batches and kinds of recomputation.
 

@@ -1,4 +1,4 @@
-"""What earlier attempts of a run used and suffered: hours of devices, hours of nodes, failures."""
+"""The use of machines by earlier attempts of a run: hours of devices, hours of nodes, failures."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ ENDING_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopCosts:
-    """What a run may still take in seconds: a step with what follows it, an evaluation of all sets, a save,
-    and the end after the last save.
+    """The seconds that a run may still take: for a step with what follows it, an evaluation of all sets, a
+    save, and the end after the last save.
     """
 
     step: float
@@ -122,7 +122,7 @@ class BudgetWatch(Hook, SaveObserver):
         return True
 
     def costs(self) -> StopCosts:
-        """What the run may still take, as far as it has been measured.
+        """Return the seconds that the run may still take, as far as they have been measured.
 
         Before the first evaluation each of its batches is taken to need as long as a step.
         """

@@ -1,4 +1,4 @@
-"""What a run learns: how samples become a micro-batch, and its loss.
+"""Tasks: how samples become a micro-batch, and the loss that a run minimizes.
 
 ``Task`` is the base class of the toolkit's tasks and of users' tasks (``task.target``).
 """

@@ -122,7 +122,7 @@ def parse_pointer(content: bytes, shown: str) -> Pointer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreClaim:
-    """What an attempt knows when it claims a store, before it reads the pointer.
+    """The facts with which an attempt claims a store, before it reads the pointer.
 
     Attributes:
         resume: The value of ``resume``.

@@ -179,7 +179,7 @@ class _EpochReader:
         """Continue from ``state``; without the dataset's own state, skip the samples of this epoch.
 
         Args:
-            taken: samples taken before, if there is no state: a fork, or the beginning.
+            taken: the number of samples taken before; for a fork, or a run that begins, which have no state.
         """
         if not state:
             return

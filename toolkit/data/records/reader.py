@@ -133,7 +133,7 @@ class RecordSplit:
 
 @dataclass(frozen=True, slots=True)
 class RecordOrigin:
-    """Where the records come from; ``source`` may be an address."""
+    """The origin of the records; ``source`` may be an address."""
 
     description: str
     licence: str

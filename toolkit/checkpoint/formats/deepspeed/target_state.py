@@ -182,7 +182,7 @@ def config_state(settings: TargetSettings) -> dict[str, Any]:
 
 
 def plain_optimizer_state(rank: ModelRank, settings: TargetSettings, records: FileTensors) -> dict[str, Any]:
-    """Without ZeRO: return torch's state dict, with one tensor per parameter labelled (state, name).
+    """Return torch's state dict of a run without ZeRO, with one tensor per parameter labelled (state, name).
 
     Groups record the names of their parameters, which torch preserves and ignores; without them, state could
     not be matched to parameters.
