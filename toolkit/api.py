@@ -192,7 +192,10 @@ def _peer_error(code: ExitCode) -> Exception:
     if code is not ExitCode.USER:
         return RuntimeError("another rank failed: see its output")
     problem = Problem(
-        "train", "another rank found a mistake", "all ranks can train", "correct what that rank reports"
+        "train",
+        "another rank found a mistake",
+        "all ranks must be able to train",
+        "correct what that rank reports",
     )
     return ConfigError(problem)
 

@@ -249,7 +249,7 @@ def check_links_inside(folder: Path) -> None:
             Problem(
                 str(folder),
                 f"{folder}: {error}",
-                "the files of a checkpoint are in its folder",
+                "the files of a checkpoint must be in its folder",
                 "replace the link by the file itself",
             )
         ) from error

@@ -198,7 +198,10 @@ def tracked_metrics_are_evaluated(ctx: RuleContext) -> Iterator[Problem]:
         name, _, column = metric.rpartition("/")
         if not config.eval.every:
             yield make_error(
-                config, f"{key} eval.every", "a metric is measured by evaluations", "write eval.every=100"
+                config,
+                f"{key} eval.every",
+                "a tracked metric is measured by evaluations",
+                "write eval.every=100",
             )
         elif name not in config.eval.sets or not column:
             sets = [f"{each}/{column or 'loss'}" for each in config.eval.sets]

@@ -240,7 +240,7 @@ class _Side:
                     Problem(
                         self._side,
                         f"{name}: {sentence}",
-                        "each element of each tensor is stored once",
+                        "each element of each tensor must be stored exactly once",
                         "collect all files of the checkpoint, or report this as a bug of the format's "
                         "reader or writer",
                     )

@@ -196,7 +196,7 @@ def writer_error(url: str, other: Writer | None) -> ConfigError:
         Problem(
             CHECKPOINT_URL,
             f"{CHECKPOINT_URL}={url}: {who} has replaced the pointer {POINTER}",
-            "one attempt of one run writes below a URL at a time",
+            "only one attempt of one run may write below a URL at a time",
             f"stop this run or the other one; to continue here from the other's state, write resume={url}, "
             "or write another checkpoint.url for this run",
         )

@@ -122,7 +122,7 @@ def _finish(
             Problem(
                 str(folder),
                 f"{folder} has no weight of {listed}",
-                "a checkpoint has every parameter of its model",
+                "a checkpoint must have every parameter of its model",
                 "set the model options to those of the checkpoint",
             )
         )

@@ -221,7 +221,7 @@ def _tensor_problems(shape: ModelShape, ranks: int) -> Iterator[Problem]:
             yield Problem(
                 "target.parallel.tensor",
                 f"{seen}, {spec.name} {list(spec.shape)}",
-                f"tensor ranks have equal parts of dim {dim}",
+                f"tensor ranks must have equal parts of dim {dim}",
                 "write a number that divides it",
             )
             return

@@ -260,7 +260,7 @@ class _Published:
                     Problem(
                         str(folder),
                         f"{folder} has no tensor {tensor.name}",
-                        "a folder has every tensor of its config.json",
+                        "a folder must have every tensor of its config.json",
                         "download or export it again, or correct config.json",
                     )
                 )

@@ -270,7 +270,7 @@ class _Pieces:
                         Problem(
                             "model",
                             f"{self._folder} has {seen}",
-                            "a checkpoint has every tensor of the model, each in one dtype",
+                            "a checkpoint must have every tensor of the model, each in one dtype",
                             "describe the model that the checkpoint was made of",
                         )
                     )
