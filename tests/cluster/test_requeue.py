@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster import requeue
-from toolkit.cluster.requeue import JobBaseline, JobOutcome, NextAction, StopSignal, decide_requeue
+from toolkit.cluster.requeue import JobBaseline, JobOutcome, NextAction, StopSignal, decide
 from toolkit.config.compose import compose, to_yaml
 from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory
@@ -74,7 +74,7 @@ NEWER = "step-00000002"
     ],
 )
 def test_decide(end: JobOutcome, next: NextAction, code: ExitCode | None) -> None:
-    decision = decide_requeue(BEFORE, end, restarts=3, requeue=True)
+    decision = decide(BEFORE, end, restarts=3, requeue=True)
     assert decision.next is next
     assert code is None or decision.code is code
 
@@ -88,25 +88,23 @@ def test_decide(end: JobOutcome, next: NextAction, code: ExitCode | None) -> Non
     ],
 )
 def test_without_requeue_every_end_is_final(end: JobOutcome) -> None:
-    assert decide_requeue(BEFORE, end, restarts=3, requeue=False).next is NextAction.END
+    assert decide(BEFORE, end, restarts=3, requeue=False).next is NextAction.END
 
 
 def test_silent_ends_are_limited_and_progress_resets_them() -> None:
     before, decisions = BEFORE, []
     for attempt in range(2, 6):
-        decision = decide_requeue(before, ended(RunState.RUNNING, attempt=attempt), restarts=2, requeue=True)
+        decision = decide(before, ended(RunState.RUNNING, attempt=attempt), restarts=2, requeue=True)
         decisions.append(decision.next)
         before = JobBaseline(attempt=attempt, checkpoint="step-00000001", fruitless=decision.fruitless)
         if decision.next is NextAction.END:
             break
     assert decisions == [NextAction.AGAIN, NextAction.AGAIN, NextAction.END]
     twice = JobBaseline(attempt=3, checkpoint="step-00000001", fruitless=2)
-    forgiven = decide_requeue(
-        twice, ended(RunState.RUNNING, attempt=4, checkpoint=NEWER), restarts=2, requeue=True
-    )
+    forgiven = decide(twice, ended(RunState.RUNNING, attempt=4, checkpoint=NEWER), restarts=2, requeue=True)
     assert (forgiven.next, forgiven.fruitless) == (NextAction.AGAIN, 0)
     assert (
-        decide_requeue(BEFORE, ended(RunState.FAILED, checkpoint=NEWER), restarts=0, requeue=True).next
+        decide(BEFORE, ended(RunState.FAILED, checkpoint=NEWER), restarts=0, requeue=True).next
         is NextAction.END
     )
 

@@ -29,7 +29,7 @@ from toolkit.cluster.requeue import (
     NextAction,
     RequeueDecision,
     StopSignal,
-    decide_requeue,
+    decide,
     read_baseline,
     wait_for_outcome,
 )
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     outcome = wait_for_outcome(
         run_dir, before, launcher.stop_signal, code, SETTLE_SECONDS if given.meet is not None else 0.0
     )
-    decision = decide_requeue(before, outcome, restarts=config.cluster.restarts, requeue=True)
+    decision = decide(before, outcome, restarts=config.cluster.restarts, requeue=True)
     print(f"pod {index}, start {start} of the job: {decision.why}", flush=True)
     return choose_exit_code(decision, outcome, before)
 

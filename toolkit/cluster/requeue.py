@@ -83,9 +83,7 @@ class RequeueDecision:
     fruitless: int = 0
 
 
-def decide_requeue(
-    before: JobBaseline, outcome: JobOutcome, *, restarts: int, requeue: bool
-) -> RequeueDecision:
+def decide(before: JobBaseline, outcome: JobOutcome, *, restarts: int, requeue: bool) -> RequeueDecision:
     """Decide how the job continues.
 
     Args:
@@ -281,9 +279,7 @@ def main(arguments: Sequence[str]) -> int:
     outcome = wait_for_outcome(
         Path(config.run.dir), before, given.asked, given.code, SETTLE_SECONDS if several else 0.0
     )
-    decision = decide_requeue(
-        before, outcome, restarts=config.cluster.restarts, requeue=config.cluster.slurm.requeue
-    )
+    decision = decide(before, outcome, restarts=config.cluster.restarts, requeue=config.cluster.slurm.requeue)
     append_outcome(given.folder, outcome, decision)
     job = os.environ["SLURM_JOB_ID"]
     print(f"job {job}: {decision.why}", flush=True)
