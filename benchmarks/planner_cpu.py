@@ -41,7 +41,7 @@ from toolkit.config.compose import compose
 from toolkit.data.registry import prepare_data
 from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.estimate.calibration_file import write_calibration
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.estimate.profile import load_profile
 from toolkit.estimate.step import estimate_step
 from toolkit.estimate.types import StepEstimate

@@ -85,10 +85,10 @@ def check_output(output: Path | None, *, force: bool) -> None:
 
 
 def next_command(output: Path) -> str:
-    """The command that plans the experiment from the current folder."""
-    from toolkit.config import search
+    """Return the command that plans the experiment from the current folder."""
+    from toolkit.config import search_path
 
-    found = output.resolve().parent.parent in search.folders(None)
+    found = output.resolve().parent.parent in search_path.folders(None)
     own = [] if found else [f"--config-dir={output.parent.parent}"]
     return command_line("plan", *own, f"+exp={output.stem}")
 

@@ -69,7 +69,7 @@ def show(arguments: Sequence[str], *, as_json: bool, trace: bool = False) -> Non
     """
     from toolkit.cluster.job import plan_job
     from toolkit.config.compose import compose, compose_plan_arguments
-    from toolkit.estimate.present import format_plan, to_json, warn_about_budget
+    from toolkit.estimate.plan_report import format_plan, to_json, warn_about_budget
     from toolkit.plan.schedule import check_schedule
     from toolkit.user_code import check_user_code
 
@@ -128,9 +128,9 @@ def show_scaling(
     from toolkit.config.overrides import overridden_keys
     from toolkit.estimate.measured_factors import fit_speed_factors
     from toolkit.estimate.module_traces import ModuleTraces
-    from toolkit.estimate.present_scaling import create_report, format_scaling, scaling_to_json
     from toolkit.estimate.profile import load_profile
     from toolkit.estimate.scaling import Planner, parse_ranks
+    from toolkit.estimate.scaling_report import create_report, format_scaling, scaling_to_json
     from toolkit.estimate.step import estimate_step
     from toolkit.files import write_whole
     from toolkit.monitor.report.scaling_page import render_scaling_page, render_scaling_plot
@@ -161,7 +161,7 @@ def show_scaling(
     if config.model.source_key != "model.family":
         train, tracer = config.train, create_tracer(read_data=trace)
         traces = ModuleTraces(config, world, tracer, most=train.global_batch)
-        traces.of(train.activation_checkpointing, train.micro_batch or 1)  # refuse what cannot be traced
+        traces.get(train.activation_checkpointing, train.micro_batch or 1)  # refuse what cannot be traced
         plan = traces.plan
     folders = [find_run(folder, "measured") for folder in (own.measured or "").split(",") if folder]
     measured = estimate_measured(folders, config, world, estimate, plan)
@@ -216,7 +216,7 @@ def show_advice(
     advice = advise(
         resolve_from_files(config),
         resolve_world(config.cluster),
-        typed=overridden_keys(overrides),
+        fixed=overridden_keys(overrides),
         hours=min(hours, default=None),
         trace=create_tracer(read_data=trace),
     )

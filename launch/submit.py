@@ -64,7 +64,7 @@ def submit_or_print(overrides: Sequence[str], *, dry_run: bool) -> None:
     from toolkit.cluster import backends, submission
     from toolkit.cluster.job import create_job, plan_job
     from toolkit.config.compose import compose
-    from toolkit.estimate.present import warn_about_budget
+    from toolkit.estimate.plan_report import warn_about_budget
     from toolkit.plan.schedule import check_schedule
     from toolkit.rundir.budget import check_budget
     from toolkit.user_code import check_user_code

@@ -9,7 +9,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from toolkit.config import engine_keys, keys, search
+from toolkit.config import engine_keys, keys, search_path
 from toolkit.config.compose import compose
 from toolkit.config.roots import RUN
 from toolkit.errors import ConfigError, PlanError, Problem, Severity
@@ -94,7 +94,7 @@ def follow(words: Sequence[str], problem: Problem, choice: Choice, *, replace: b
 
 
 def _replaced(name: str, new: set[str]) -> bool:
-    groups = search.groups(search.folders(None))
+    groups = search_path.groups(search_path.folders(None))
     return any(
         name == other
         or (

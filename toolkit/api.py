@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.plan.types import RunPlan
-from toolkit.rows import float_of, last_row, read_rows
+from toolkit.rows import float_or_nan, last_row, read_rows
 from toolkit.rundir.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _read_result(code: ExitCode, directory: RunDirectory) -> TrainResult:
         time.sleep(0.05)
     row = last_row(directory.metrics_file) or {"step": 0, "loss": None}
     reason = status.reason if status is not None and code is not ExitCode.DONE else None
-    return TrainResult(_STATES[code], int(row["step"]), float_of(row["loss"]), directory.path, reason)
+    return TrainResult(_STATES[code], int(row["step"]), float_or_nan(row["loss"]), directory.path, reason)
 
 
 def _check_process(launch: Launch, ranks: int) -> None:
@@ -192,7 +192,10 @@ def _peer_error(code: ExitCode) -> Exception:
     if code is not ExitCode.USER:
         return RuntimeError("another rank failed: see its output")
     problem = Problem(
-        "train", "another rank found a mistake", "all ranks can train", "correct what that rank reports"
+        "train",
+        "another rank found a mistake",
+        "all ranks must be able to train",
+        "correct what that rank reports",
     )
     return ConfigError(problem)
 

@@ -23,7 +23,7 @@ from toolkit.engine.protocol import MicroBatch, StepResult
 from toolkit.engine.rank_sync import StepConsensus
 from toolkit.monitor.sink import Row
 from toolkit.plan.types import RunPlan
-from toolkit.step_parts import LOGGING, UNRECORDED, Recorder
+from toolkit.step_parts import LOGGING, NULL_RECORDER, Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Hook:
 class Hooks(Hook):
     """Call several hooks in order. A hook that triggers an event, such as evaluation, calls this object."""
 
-    def __init__(self, *hooks: Hook, recorder: Recorder = UNRECORDED) -> None:
+    def __init__(self, *hooks: Hook, recorder: Recorder = NULL_RECORDER) -> None:
         self._hooks, self._recorder = list(hooks), recorder
         self._with_state: dict[str, Hook] = {}
 

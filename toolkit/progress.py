@@ -131,7 +131,7 @@ class Progress:
 
     @classmethod
     def silent(cls) -> Progress:
-        """A display that shows nothing."""
+        """Return a display that shows nothing."""
         progress = cls(terminal=False)
         progress._silent = True
         return progress

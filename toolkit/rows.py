@@ -52,7 +52,7 @@ def last_row(path: Path) -> dict[str, Any] | None:
         tail *= 2
 
 
-def float_of(value: float | None) -> float:
+def float_or_nan(value: float | None) -> float:
     """Return a row's value; ``null`` in the file, which stands for a value that is not finite, becomes
     NaN."""
     return math.nan if value is None else float(value)

@@ -79,4 +79,4 @@ class NullRecorder(Recorder):
         pass
 
 
-UNRECORDED: Recorder = NullRecorder()
+NULL_RECORDER: Recorder = NullRecorder()

@@ -141,7 +141,7 @@ class SequenceToSequenceTask(_CrossEntropyTask):
         }
 
     def logits(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
-        """The model derives the decoder's input from the labels, shifted by one."""
+        """Return the logits. The model derives the decoder's input from the labels, shifted by one."""
         output: torch.Tensor = model(**batch, use_cache=False).logits
         return output
 

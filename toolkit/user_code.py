@@ -249,7 +249,7 @@ def _kind_names(kinds: tuple[type, ...]) -> str:
 
 
 def _builds(factory: Callable[..., Any], kinds: tuple[type, ...]) -> bool:
-    """Whether ``factory`` is a class of ``kinds``, or a function that is annotated to return one."""
+    """Return whether ``factory`` is a class of ``kinds``, or a function that is annotated to return one."""
     if inspect.isclass(factory):
         return issubclass(factory, kinds)
     try:
@@ -308,7 +308,7 @@ def error_location(error: BaseException) -> str:
 
 
 def _names_in(file: str | None) -> frozenset[str] | None:
-    """Names that the source of a module binds at its top level, also inside ``if`` and ``try``.
+    """Return the names that the source of a module binds at its top level, also inside ``if`` and ``try``.
 
     None if the source is missing or binds names in ways that only running it would show.
     """
@@ -342,7 +342,9 @@ def _parse_names(file: str, changed_ns: int) -> frozenset[str] | None:
 
 
 def _look_up(module: str) -> tuple[str | None, str | None]:
-    """The first missing one of ``a``, ``a.b``, ``a.b.c``, None if all exist; and the file of the last."""
+    """Return the first missing one of ``a``, ``a.b``, ``a.b.c``, None if all exist; and the file of the
+    last.
+    """
     name = ""
     file: str | None = None
     locations: Sequence[str] | None = None  # at the top: sys.path

@@ -15,7 +15,7 @@ from toolkit.adopt import accelerate, deepspeed, megatron, trainer
 from toolkit.adopt.types import Context, Decision, Format, Outcome
 from toolkit.config.keys import is_open, keys_by_name
 from toolkit.config.roots import RUN
-from toolkit.config.search import folders, groups, options
+from toolkit.config.search_path import folders, groups, options
 from toolkit.config.vendors.installed import DEEPSPEED, MEGATRON, load_schema
 from toolkit.config.vendors.key_schema import KeySchema
 

@@ -26,11 +26,11 @@ from toolkit.checkpoint.offline import reshard
 from toolkit.checkpoint.planner import ReadPlanner
 from toolkit.checkpoint.remote.pointer import (
     Pointer,
-    Start,
+    StoreClaim,
     StoredCheckpoint,
     Writer,
     best_steps,
-    claim,
+    claimed_pointer,
     parse_pointer,
     removable_folders,
 )
@@ -299,8 +299,8 @@ def test_a_fresh_folder_continues_and_the_abandoned_one_is_refused(store: Store,
     run.save(1)
     assert run.close()
     fresh = UploadingRun(tmp_path / "fresh", url_of(store))
-    assert fresh.taken.newest is not None
-    assert open_reader(fresh.taken.newest).step == 1
+    assert fresh.claimed.newest is not None
+    assert open_reader(fresh.claimed.newest).step == 1
     assert fresh.close()
     with pytest.raises(ConfigError, match="has replaced the pointer"):
         UploadingRun(tmp_path / "run", url_of(store), 2)
@@ -400,9 +400,9 @@ def test_inspecting_reads_no_tensor_and_verifying_reads_each_byte_once(store: St
 # ---- decisions
 
 
-def start(**changes: object) -> Start:
+def start(**changes: object) -> StoreClaim:
     writer = Writer(run="mine", identity=IDENTITY, attempt=2)
-    return replace(Start(writer=writer, resume="auto", local_step=None), **changes)
+    return replace(StoreClaim(writer=writer, resume="auto", local_step=None), **changes)
 
 
 OWN, OTHER = (Writer(run=run, identity=IDENTITY, attempt=1) for run in ("mine", "other"))
@@ -427,9 +427,13 @@ AT_20 = StoredCheckpoint(20, "1" * 32)
     ],
 )
 def test_who_continues_from_the_pointer(
-    found: Pointer | None, started: Start, follows: bool, checkpoint: StoredCheckpoint | None, went_back: bool
+    found: Pointer | None,
+    started: StoreClaim,
+    follows: bool,
+    checkpoint: StoredCheckpoint | None,
+    went_back: bool,
 ) -> None:
-    pointer, continues = claim(found, started, "s3://b/p")
+    pointer, continues = claimed_pointer(found, started, "s3://b/p")
     assert (continues, pointer.checkpoint, pointer.went_back) == (follows, checkpoint, went_back)
     assert pointer.writer == started.writer
     assert parse_pointer(pointer.encode(), "latest") == pointer
@@ -444,9 +448,9 @@ def test_who_continues_from_the_pointer(
         (OTHER, start(resume="never"), "resume"),
     ],
 )
-def test_who_is_refused(writer: Writer, started: Start, key: str) -> None:
+def test_who_is_refused(writer: Writer, started: StoreClaim, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        claim(Pointer(writer=writer, checkpoint=AT_30), started, "s3://b/p")
+        claimed_pointer(Pointer(writer=writer, checkpoint=AT_30), started, "s3://b/p")
     assert caught.value.problems[0].key == key
 
 

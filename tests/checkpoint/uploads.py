@@ -15,8 +15,8 @@ import torch
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from tests.waiting import wait_until
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.checkpoint.remote.pointer import SUBJECT, Start, Writer
-from toolkit.checkpoint.remote.take_over import take_over
+from toolkit.checkpoint.remote.claim import claim_store
+from toolkit.checkpoint.remote.pointer import SUBJECT, StoreClaim, Writer
 from toolkit.checkpoint.remote.upload import Uploader, UploadPhase, UploadSettings
 from toolkit.checkpoint.remote.upload_folder import UploadFolder
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, TensorKey
@@ -42,7 +42,7 @@ def state(step: int) -> dict[TensorKey, torch.Tensor]:
 
 
 class UploadingRun:
-    """An attempt of a run in ``folder`` that uploads to ``url``. Construction takes over the store."""
+    """An attempt of a run in ``folder`` that uploads to ``url``. Construction claims the store."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class UploadingRun:
         self.uploads = UploadFolder(folder / "uploads")
         objects = StoreObjects(Url(url), SUBJECT, LIMITS)
         local = newest_checkpoint(self.checkpoints)
-        start = Start(
+        claim = StoreClaim(
             writer=Writer(run=self.uploads.run_name(), identity=identity, attempt=attempt),
             resume=resume,
             local_step=step_of(local) if local is not None else None,
         )
-        self.taken = take_over(objects, start)
+        self.claimed = claim_store(objects, claim)
         settings = UploadSettings(
             checkpoints=self.checkpoints,
             folder=self.uploads.path,
@@ -78,7 +78,7 @@ class UploadingRun:
             pause_seconds=0.05,
         )
         self.uploaders = [
-            Uploader(objects, settings, self.taken.state, on_delay),
+            Uploader(objects, settings, self.claimed.state, on_delay),
             Uploader(objects, replace(settings, rank=1), None),
         ]
         self._stores = [

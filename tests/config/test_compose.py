@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from toolkit.config import engine_keys, search
+from toolkit.config import engine_keys, search_path
 from toolkit.config.checkpoint import CheckpointConfig
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.config.model import ModelConfig
@@ -30,14 +30,14 @@ from toolkit.config.optim import OptimConfig
 from toolkit.config.schema import EngineConfig, EngineName, Precision, RunConfig, TrainConfig
 from toolkit.errors import ConfigError
 
-FOLDERS = search.folders(None)
-EXPERIMENTS = search.options(FOLDERS, "exp")
-GROUPS = [group for group in search.groups(FOLDERS) if group != "exp"]
+FOLDERS = search_path.folders(None)
+EXPERIMENTS = search_path.options(FOLDERS, "exp")
+GROUPS = [group for group in search_path.groups(FOLDERS) if group != "exp"]
 # Options of different groups are independent, so one composition tests one option of each group.
 ROUNDS = [
     [word for word in words if word]
     for words in zip_longest(
-        *([f"{group}={option}" for option in search.options(FOLDERS, group)] for group in GROUPS)
+        *([f"{group}={option}" for option in search_path.options(FOLDERS, group)] for group in GROUPS)
     )
 ]
 # Required keys of some options.
@@ -83,7 +83,7 @@ def test_required_keys_of_an_option_are_reported(option: str) -> None:
 
 def test_every_option_has_a_comment() -> None:
     for group in GROUPS:
-        for option in search.options(FOLDERS, group):
+        for option in search_path.options(FOLDERS, group):
             assert (FOLDERS[0] / group / f"{option}.yaml").read_text().startswith("# "), f"{group}={option}"
 
 

@@ -11,12 +11,12 @@ import sys
 
 import pytest
 
-from toolkit.config import keys, search
+from toolkit.config import keys, search_path
 from toolkit.config.compose import compose
 from toolkit.config.help import help_text, show_help
 from toolkit.errors import ConfigError, ExitCode
 
-FOLDERS = search.folders(None)
+FOLDERS = search_path.folders(None)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ def test_every_key_has_its_default_and_a_description(text: str) -> None:
 
 
 def test_every_group_option_and_experiment_is_listed(text: str) -> None:
-    for group in search.groups(FOLDERS):
-        for option in search.options(FOLDERS, group):
+    for group in search_path.groups(FOLDERS):
+        for option in search_path.options(FOLDERS, group):
             assert re.search(rf"^ +{option}\*?( +\S|$)", text, re.MULTILINE), f"{group}={option}"
     assert "stage0*" in text, "the default is marked"
     assert "deepspeed --num_gpus 2 launch/train.py +exp=quickstart" in text

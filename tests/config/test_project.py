@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config import search
+from toolkit.config import search_path
 from toolkit.config.compose import compose
 from toolkit.config.multirun import read_sweep
 from toolkit.config.project import find_project
@@ -35,7 +35,7 @@ def test_experiment_is_found_in_the_project_and_below_it(
     assert found is not None
     assert (found.folder, found.conf) == (project, project / "conf")
     assert str(found) == f"project {project}: conf has its groups and experiments"
-    assert "mine" in search.options(search.folders(None), "exp")
+    assert "mine" in search_path.options(search_path.folders(None), "exp")
     monkeypatch.chdir(tmp_path)  # the control
     with pytest.raises(ConfigError):
         compose(["+exp=mine"])

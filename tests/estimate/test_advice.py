@@ -17,7 +17,7 @@ from toolkit.config.overrides import overridden_keys
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import ExitCode, PlanError
 from toolkit.estimate import search
-from toolkit.estimate.advice import Advice, advise, override_words
+from toolkit.estimate.advice import Advice, advise, layout_overrides
 from toolkit.estimate.cost import NODE_SHARE, run_cost
 from toolkit.estimate.search import layout_kind
 from toolkit.estimate.types import StepEstimate
@@ -40,7 +40,7 @@ WORLD = h100s(8, 4)
 
 def advice_on(*words: str, hours: float | None = None) -> Advice:
     arguments = [*SMALL, *words]
-    return advise(compose(arguments), WORLD, typed=frozenset(overridden_keys(words)), hours=hours)
+    return advise(compose(arguments), WORLD, fixed=frozenset(overridden_keys(words)), hours=hours)
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +57,13 @@ def test_best_layouts_are_sorted_and_of_different_kinds(fastest: Advice) -> None
 
 def test_words_compose_to_the_advised_run(fastest: Advice) -> None:
     for advised in fastest.best[:2]:
-        words = override_words(advised, fastest.config)
+        words = layout_overrides(advised, fastest.config)
         assert compose([*SMALL, *words]) == advised.layout.apply(fastest.config), words
 
 
 def test_advised_overrides_reproduce_the_plan(fastest: Advice) -> None:
     first = fastest.best[0]
-    composed = compose([*SMALL, *override_words(first, fastest.config)])
+    composed = compose([*SMALL, *layout_overrides(first, fastest.config)])
     assert make_plan(composed, WORLD).memory == first.plan.memory
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.plan.cases import h100s, run_config
 from toolkit.errors import Severity
 from toolkit.estimate.budget import budget_limits, budget_warning, forecast_budget, format_budget
-from toolkit.estimate.present import format_plan, to_json, warn_about_budget
+from toolkit.estimate.plan_report import format_plan, to_json, warn_about_budget
 from toolkit.estimate.types import StepEstimate
 from toolkit.plan import make_plan
 from toolkit.plan.types import RunPlan

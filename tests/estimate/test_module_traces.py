@@ -21,7 +21,7 @@ from toolkit.config.compose import compose
 from toolkit.config.model import ModelConfig
 from toolkit.config.schema import EngineName, OffloadDevice, Precision, RunConfig
 from toolkit.errors import ExitCode, PlanError
-from toolkit.estimate.advice import advise, override_words
+from toolkit.estimate.advice import advise, layout_overrides
 from toolkit.estimate.goal import Goal
 from toolkit.estimate.layouts import Layout, SearchSpace
 from toolkit.estimate.module_traces import ModuleTraces, _figures
@@ -98,7 +98,7 @@ def test_two_micro_batches_give_the_trace_of_a_third() -> None:
     """The third, between and above those of the line, is traced to compare."""
     line = traces_of(own_config(), h100s(1), most=16)
     for size in (6, 24):
-        found, traced = line.of("none", size), trace_model(line._plan_alone("none", size))
+        found, traced = line.get("none", size), trace_model(line._plan_alone("none", size))
         assert isinstance(traced, ModuleTrace)
         assert _figures(found) == pytest.approx(_figures(traced), rel=1e-9)
         assert found.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.02)
@@ -108,7 +108,7 @@ def test_two_micro_batches_give_the_trace_of_a_third() -> None:
 
 def test_a_model_that_compares_all_samples_is_traced_with_every_micro_batch() -> None:
     line = traces_of(own_config("Contrastive"), h100s(1), most=32)
-    found = line.of("none", 16)
+    found = line.get("none", 16)
     assert found == trace_model(line._plan_alone("none", 16))
     assert ("none", 16) in line.traced
 
@@ -291,10 +291,10 @@ def test_recomputation_is_traced_only_where_layouts_do_not_fit_without() -> None
         traced.append((train.activation_checkpointing, plan.batch.micro_batch))
         return trace_model(plan)
 
-    large = advise(config, h100s(8), typed=frozenset(), trace=trace)
+    large = advise(config, h100s(8), fixed=frozenset(), trace=trace)
     assert {recomputation for recomputation, _ in traced} == {"none"}
-    assert override_words(large.best[0], config)
-    small = advise(config, replace(h100s(8), device_memory_bytes=12 * 10**9), typed=frozenset(), trace=trace)
+    assert layout_overrides(large.best[0], config)
+    small = advise(config, replace(h100s(8), device_memory_bytes=12 * 10**9), fixed=frozenset(), trace=trace)
     assert {recomputation for recomputation, _ in traced} == {"none", "selective", "full"}
     assert small.best[0].layout.recomputation != "none"
 
@@ -310,8 +310,8 @@ def test_a_model_that_cannot_recompute_has_layouts_without() -> None:
         return trace_model(plan)
 
     world = replace(h100s(8), device_memory_bytes=12 * 10**9)
-    advice = advise(config, world, typed=frozenset(), trace=trace)
+    advice = advise(config, world, fixed=frozenset(), trace=trace)
     assert all(advised.layout.recomputation == "none" for advised in advice.best)
     again = replace(config, train=replace(config.train, activation_checkpointing="full"))
     with pytest.raises(PlanError, match="it cannot"):
-        advise(again, world, typed=frozenset({"train.activation_checkpointing"}), trace=trace)
+        advise(again, world, fixed=frozenset({"train.activation_checkpointing"}), trace=trace)

@@ -11,7 +11,7 @@ from math import inf
 import pytest
 
 from tests.plan.cases import CPU, h100s, run_config
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.estimate.save_interval import (
     CPU_MTBF_HOURS,
     MAX_SECONDS,

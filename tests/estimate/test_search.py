@@ -175,8 +175,8 @@ def test_control_wrong_bounds_miss_the_best_layout(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("stubbed")
 def test_typed_keys_keep_their_values() -> None:
     space = space_of(ranks=4, memory_gb=80.0, zero__stage=1, train__micro_batch=1)
-    typed = frozenset({"zero.stage", "train.micro_batch", "engine.name"})
-    layouts = list(replace(space, typed=typed).layouts())
+    fixed = frozenset({"zero.stage", "train.micro_batch", "engine.name"})
+    layouts = list(replace(space, fixed=fixed).layouts())
     assert {(layout.zero, layout.micro_batch, layout.engine) for layout in layouts} == {
         (1, 1, EngineName.deepspeed)
     }
@@ -185,8 +185,8 @@ def test_typed_keys_keep_their_values() -> None:
 
 def test_a_key_of_an_engine_keeps_the_engine() -> None:
     space = space_of(ranks=4, memory_gb=80.0)
-    typed = frozenset({"engine.megatron.sequence_parallel"})
-    assert {layout.engine for layout in replace(space, typed=typed).layouts()} == {EngineName.megatron}
+    fixed = frozenset({"engine.megatron.sequence_parallel"})
+    assert {layout.engine for layout in replace(space, fixed=fixed).layouts()} == {EngineName.megatron}
 
 
 def test_layouts_do_not_change_what_the_run_computes() -> None:

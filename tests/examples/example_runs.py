@@ -14,7 +14,7 @@ import torch
 from toolkit.config.compose import compose
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import ExitCode
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 from toolkit.rows import read_rows

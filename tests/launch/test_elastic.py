@@ -20,7 +20,7 @@ from tests.launch.processes import BIN, ROOT, RunningCommand, read_status, send_
 from tests.launch.tiny_runs import read_losses
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.config.compose import compose
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.goodput import AttemptTimes, read_times
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World

@@ -20,7 +20,7 @@ from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.commit import SavePhase
 from toolkit.checkpoint.verify import verify
 from toolkit.config.compose import compose
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 from toolkit.rundir.directory import RunDirectory

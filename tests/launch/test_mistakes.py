@@ -78,7 +78,7 @@ def warm() -> None:
     """Import what every case needs before the forks."""
     import toolkit.config.compose
     import toolkit.config.engine_keys
-    import toolkit.estimate.present
+    import toolkit.estimate.plan_report
     import toolkit.plan.rules  # noqa: F401 - imported to be inherited
 
 

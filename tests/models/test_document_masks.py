@@ -22,7 +22,7 @@ from toolkit.errors import ConfigError
 from toolkit.families import FAMILIES
 from toolkit.models.attention import document_causal_mask
 from toolkit.models.build import build_model
-from toolkit.models.target import build_target
+from toolkit.models.user_model import build_user_module
 from toolkit.plan.types import RunPlan
 from toolkit.testing.tiny import micro_batches, tiny_plan
 from toolkit.train.task import ModelLossTask, text_task
@@ -188,7 +188,7 @@ def test_custom_model_receives_position_ids() -> None:
     assert torch.equal(model.given, batch["position_ids"])  # type: ignore[arg-type]
     for target, arguments in ((f"{here}.AnyName", {}), (f"{Fine.__module__}.Fine", {"width": 2})):
         own = replace(ModelConfig(), target=target, arguments=arguments)
-        build_target(own, 0)
+        build_user_module(own, 0)
         with pytest.raises(ConfigError, match="position_ids") as refused:
-            build_target(own, 0, documents=DocumentMasking.separate)
+            build_user_module(own, 0, documents=DocumentMasking.separate)
         assert "data.documents=joined" in refused.value.problems[0].remedy

@@ -14,7 +14,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError
 from toolkit.models.build import build_model
 from toolkit.models.initial_weights import InitialWeights
-from toolkit.models.target import build_target
+from toolkit.models.user_model import build_user_module
 from toolkit.progress import set_progress_listener
 from toolkit.testing.tiny import tiny_plan
 from toolkit.user_code import check_user_code
@@ -52,7 +52,7 @@ MISTAKES = {
 @pytest.mark.parametrize(("target", "arguments", "shows"), MISTAKES.values(), ids=list(MISTAKES))
 def test_errors_report_cause_and_remedy(target: str, arguments: dict[str, int], shows: str) -> None:
     with pytest.raises(ConfigError, match=shows) as caught:
-        build_target(ModelConfig(target=target, arguments=arguments), 0)
+        build_user_module(ModelConfig(target=target, arguments=arguments), 0)
     problem = caught.value.problems[0]
     assert problem.key == "model.target"
     assert problem.seen.startswith(f"model.target={target}")
@@ -62,7 +62,7 @@ def test_errors_report_cause_and_remedy(target: str, arguments: dict[str, int], 
 
 def test_annotated_function_is_accepted() -> None:
     assert isinstance(
-        build_target(ModelConfig(target=f"{HERE}.annotated", arguments={"width": 2}), 0), torch.nn.Module
+        build_user_module(ModelConfig(target=f"{HERE}.annotated", arguments={"width": 2}), 0), torch.nn.Module
     )
 
 
@@ -72,27 +72,27 @@ def test_other_callables_are_never_called(target: str, tmp_path: Path) -> None:
         target.rpartition(".")[2]
     ]
     with pytest.raises(ConfigError, match=r"model\.target"):
-        build_target(ModelConfig(target=target, arguments={argument: f"touch {tmp_path}/mark"}), 0)
+        build_user_module(ModelConfig(target=target, arguments={argument: f"touch {tmp_path}/mark"}), 0)
     assert not list(tmp_path.iterdir())
 
 
 def test_type_error_inside_user_code_propagates() -> None:
     with pytest.raises(TypeError):
-        build_target(ModelConfig(target=f"{HERE}.Unwell"), 0)
+        build_user_module(ModelConfig(target=f"{HERE}.Unwell"), 0)
 
 
 def test_import_error_inside_user_module_propagates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_installed.py").write_text("import a_package_that_is_missing\n\nclass Model: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
-        build_target(ModelConfig(target="half_installed.Model"), 0)
+        build_user_module(ModelConfig(target="half_installed.Model"), 0)
 
 
 def test_module_in_the_working_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text("from torch import nn\n\n\nclass Model(nn.Linear):\n    pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    module = build_target(
+    module = build_user_module(
         ModelConfig(target="only_here.Model", arguments={"in_features": 2, "out_features": 3}), 0
     )
     assert module.weight.shape == (3, 2)
@@ -125,7 +125,7 @@ def test_check_does_not_import_the_module(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(ConfigError, match=f"there is no module {missing}\n"):
             check_user_code(RunConfig(model=ModelConfig(target=target)))
     with pytest.raises(RuntimeError, match="imported"):
-        build_target(ModelConfig(target="explosive.inner.models.Model"), 0)
+        build_user_module(ModelConfig(target="explosive.inner.models.Model"), 0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from toolkit.config.compose import compose, to_yaml
 from toolkit.errors import InputError
 from toolkit.estimate.calibrated_profile import scale_profile
 from toolkit.estimate.calibration_file import read_calibration, write_calibration
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.estimate.profile import load_profile, shipped_profile
 from toolkit.estimate.step import estimate_step
 from toolkit.goodput import AttemptTimes, write_times

@@ -18,7 +18,7 @@ from toolkit.monitor.recorder import (
     Clock,
     HostClock,
     StepRecorder,
-    attribute,
+    attribute_seconds,
     step_time,
 )
 from toolkit.step_parts import (
@@ -75,12 +75,16 @@ def parts(recorder: StepRecorder) -> dict[str, float]:
 
 def test_part_lasts_until_the_next_mark() -> None:
     marks = [("a", 0.0), ("b", 1.0), ("a", 3.0), ("c", 3.5)]
-    assert attribute(marks, 10.0, lambda earlier, later: later - earlier) == {"a": 1.5, "b": 2.0, "c": 6.5}
+    assert attribute_seconds(marks, 10.0, lambda earlier, later: later - earlier) == {
+        "a": 1.5,
+        "b": 2.0,
+        "c": 6.5,
+    }
 
 
 def test_transfer_time_is_taken_from_the_wait() -> None:
     marks = [(BUBBLE, 0.0), ("a", 4.0), (BUBBLE, 5.0)]
-    found = attribute(marks, 5.5, lambda earlier, later: later - earlier, {0: 1.0, 2: 1.0})
+    found = attribute_seconds(marks, 5.5, lambda earlier, later: later - earlier, {0: 1.0, 2: 1.0})
     assert found == {BUBBLE: 3.0, "a": 1.0, PIPELINE: 1.5}
 
 

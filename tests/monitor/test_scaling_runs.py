@@ -15,7 +15,7 @@ from tests.plan.cases import h100s, run_config
 from toolkit.config.compose import to_yaml
 from toolkit.config.schema import RunConfig
 from toolkit.errors import InputError
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.estimate.types import StepEstimate
 from toolkit.goodput import AttemptTimes, write_times
 from toolkit.monitor.measured_steps import WARM_UP_STEPS, read_measured_steps

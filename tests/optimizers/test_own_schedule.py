@@ -14,7 +14,7 @@ from tests.optimizers.own_optimizers import by_samples, inverse_sqrt
 from tests.plan.cases import CPU, run_config
 from toolkit.config.optim import LrScaling, ScheduleConfig, ScheduleName
 from toolkit.errors import ConfigError, PlanError
-from toolkit.estimate.present import _rates
+from toolkit.estimate.plan_report import _rates
 from toolkit.plan import make_plan
 from toolkit.plan.schedule import check_schedule, learning_rate
 from toolkit.plan.types import RunPlan

@@ -19,8 +19,8 @@ from toolkit.config.numbers import parse_count, parse_percent
 from toolkit.config.schema import BatchRampConfig, TrainConfig
 from toolkit.data.size import samples_per_epoch
 from toolkit.errors import ConfigError, InputError, PlanError, UserError
-from toolkit.plan.length import first_step_after, resolve_epochs, samples_after
 from toolkit.plan.make import make_plan
+from toolkit.plan.train_steps import first_step_after, resolve_epochs, samples_after
 
 BASE = ("+exp=quickstart",)  # 300 steps of 16 x 128 tokens, 30 steps of warm-up
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.plan.cases import CPU, h100s, run_config
 from toolkit.config.model import ModelConfig
 from toolkit.config.schema import EngineName, Precision, RunConfig
-from toolkit.estimate.present import format_plan, to_json
+from toolkit.estimate.plan_report import format_plan, to_json
 from toolkit.families import PUBLISHED
 from toolkit.layout.axes import Axes
 from toolkit.plan import make_plan

@@ -15,7 +15,7 @@ from tests.plan.cases import CPU, h100s, run_config
 from toolkit.config.compose import compose
 from toolkit.config.schema import EngineName, Precision, RunConfig
 from toolkit.errors import PlanError, Severity
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.families import PUBLISHED
 from toolkit.layout.axes import Axes
 from toolkit.plan import make_plan

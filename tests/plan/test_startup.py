@@ -11,7 +11,7 @@ from tests.plan.cases import CPU, h100s, run_config
 from toolkit.config import engine_keys, engine_keys_deepspeed, engine_keys_megatron
 from toolkit.config.schema import EngineName, OffloadDevice, Precision
 from toolkit.errors import PlanError, Problem, Severity
-from toolkit.estimate.present import kernel_choices
+from toolkit.estimate.plan_report import kernel_choices
 from toolkit.plan import make_plan
 from toolkit.plan.transformer_engine import fits_megatron, install_command
 from toolkit.plan.types import World

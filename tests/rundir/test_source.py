@@ -21,32 +21,32 @@ from toolkit.goodput import SAVES, AttemptTimes, SaveRecord, append_save, write_
 from toolkit.paths import Url
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.find import find_run
-from toolkit.rundir.source import SourceKind, StateSource, resolve_source
+from toolkit.rundir.start_state import StartKind, StartState, resolve_start_state
 from toolkit.rundir.status import RunState, Status
 
 
-def test_resolve_source(tmp_path: Path) -> None:
+def test_resolve_start_state(tmp_path: Path) -> None:
     newest, other = tmp_path / "newest", tmp_path / "other"
     other.mkdir()
-    assert resolve_source(config(), None) == StateSource(SourceKind.INITIAL)
-    assert resolve_source(config(resume="never"), None) == StateSource(SourceKind.INITIAL)
-    assert resolve_source(config(), newest) == StateSource(SourceKind.RESUME, newest)
-    assert resolve_source(config(resume=str(other)), newest) == StateSource(SourceKind.RESUME, other)
-    assert resolve_source(config(fork=other), None) == StateSource(SourceKind.FORK, other)
-    assert resolve_source(config(fork=other), newest) == StateSource(
-        SourceKind.RESUME, newest
+    assert resolve_start_state(config(), None) == StartState(StartKind.INITIAL)
+    assert resolve_start_state(config(resume="never"), None) == StartState(StartKind.INITIAL)
+    assert resolve_start_state(config(), newest) == StartState(StartKind.RESUME, newest)
+    assert resolve_start_state(config(resume=str(other)), newest) == StartState(StartKind.RESUME, other)
+    assert resolve_start_state(config(fork=other), None) == StartState(StartKind.FORK, other)
+    assert resolve_start_state(config(fork=other), newest) == StartState(
+        StartKind.RESUME, newest
     )  # a fork continues itself
 
 
 def test_urls_are_sources_and_are_not_accessed(tmp_path: Path) -> None:
     url = Url("s3://bucket/mine")
-    assert resolve_source(config(resume=f"{url}/"), None) == StateSource(SourceKind.RESUME, url)
+    assert resolve_start_state(config(resume=f"{url}/"), None) == StartState(StartKind.RESUME, url)
     forks = config()
     forks.run.fork = str(url)
-    assert resolve_source(forks, None) == StateSource(SourceKind.FORK, url)
-    assert resolve_source(config(resume=f"file://{tmp_path}"), None).path == tmp_path
+    assert resolve_start_state(forks, None) == StartState(StartKind.FORK, url)
+    assert resolve_start_state(config(resume=f"file://{tmp_path}"), None).path == tmp_path
     with pytest.raises(InputError, match=r"resume=s3://\*\*\*@bucket/mine") as refused:
-        resolve_source(config(resume="s3://user:hunter2@bucket/mine"), None)
+        resolve_start_state(config(resume="s3://user:hunter2@bucket/mine"), None)
     assert "hunter2" not in str(refused.value)
     directory = begin_run(tmp_path / "run")
     assert directory.begin(config(resume=str(url)), PLAN) == 2
@@ -75,7 +75,7 @@ def test_invalid_sources_are_rejected(
     keys: dict[str, object], newest: str | None, error: type[UserError], named: str
 ) -> None:
     with pytest.raises(error, match=named):
-        resolve_source(config(**keys), Path(newest) if newest else None)  # type: ignore[arg-type]
+        resolve_start_state(config(**keys), Path(newest) if newest else None)  # type: ignore[arg-type]
 
 
 def test_resume_never_rejects_existing_checkpoints(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_invalid_path_is_reported_with_key(key: str) -> None:
     long = "a" * 300
     given = config(resume=long) if key == "resume" else config(fork=Path(long))
     with pytest.raises(InputError, match="File name too long") as refused:
-        resolve_source(given, None)
+        resolve_start_state(given, None)
     assert refused.value.problems[0].key == key
 
 
@@ -266,10 +266,10 @@ def test_run_name_resolves_to_directory(tmp_path: Path) -> None:
     begin_run(tmp_path / "hop-on-0123abcd")
     (tmp_path / "hop-deadbeef").mkdir()  # no run
     assert find_run(tmp_path / "hop", "source") == hop.path
-    assert resolve_source(config(resume=str(tmp_path / "hop")), None) == StateSource(
-        SourceKind.RESUME, hop.path
+    assert resolve_start_state(config(resume=str(tmp_path / "hop")), None) == StartState(
+        StartKind.RESUME, hop.path
     )
-    assert resolve_source(config(fork=tmp_path / "hop"), None) == StateSource(SourceKind.FORK, hop.path)
+    assert resolve_start_state(config(fork=tmp_path / "hop"), None) == StartState(StartKind.FORK, hop.path)
 
 
 def test_existing_path_is_returned(tmp_path: Path) -> None:

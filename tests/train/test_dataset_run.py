@@ -22,7 +22,7 @@ from toolkit.data.dataset.stream import DatasetStream
 from toolkit.data.manifest import find_generation
 from toolkit.data.registry import prepare_data
 from toolkit.errors import ExitCode
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 from toolkit.progress import Progress

@@ -14,7 +14,7 @@ from torch import nn
 
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.errors import InputError
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.families.base import ModelShape
 from toolkit.families.model_files import parse_model_shape
 from toolkit.models.initial_weights import InitialWeights

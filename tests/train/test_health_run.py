@@ -31,7 +31,7 @@ from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.engine.local import LocalEngine
 from toolkit.engine.protocol import StepResult
 from toolkit.errors import ExitCode
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.health import detector
 from toolkit.plan import make_plan

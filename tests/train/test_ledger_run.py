@@ -18,7 +18,7 @@ from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.registry import prepare_data
 from toolkit.errors import ExitCode
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.layout.axes import Axes
 from toolkit.monitor.ledger_rows import part_names
 from toolkit.plan import make_plan

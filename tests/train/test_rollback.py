@@ -39,7 +39,7 @@ from toolkit.data.order.skipped import SkippedSamples
 from toolkit.data.registry import RunData, open_data
 from toolkit.engine.build import build_engine
 from toolkit.errors import ExitCode
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.rows import read_rows

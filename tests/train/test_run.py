@@ -30,7 +30,7 @@ from toolkit.data.order.samples import TokenWindows
 from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.engine.local import LocalEngine
 from toolkit.errors import CheckpointError, ExitCode, InputError, Problem
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.plan import make_plan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.tiny import tiny_config

@@ -11,7 +11,7 @@ import pytest
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EvalConfig, RunSection
 from toolkit.errors import ExitCode
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.rows import read_rows

@@ -20,7 +20,7 @@ from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.errors import ExitCode
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.monitor.system.sampler import PATIENCE_SECONDS
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World

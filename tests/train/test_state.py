@@ -17,7 +17,7 @@ import pytest
 from toolkit.config.schema import BatchRampConfig
 from toolkit.errors import CheckpointError
 from toolkit.plan.types import BatchPlan
-from toolkit.rundir.source import SourceKind
+from toolkit.rundir.start_state import StartKind
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.state import TrainState, namespace, restore, scalars
 
@@ -26,12 +26,12 @@ PATH = Path("runs/x/checkpoints/step-00000003")
 
 
 def continued(
-    found: Mapping[str, object], kind: SourceKind = SourceKind.RESUME, **changes: Any
+    found: Mapping[str, object], kind: StartKind = StartKind.RESUME, **changes: Any
 ) -> tuple[TrainState, BatchPlan]:
     return restore(tiny_plan(**changes), SimpleNamespace(scalars=found), kind, PATH)  # type: ignore[arg-type]
 
 
-def restored(found: Mapping[str, object], kind: SourceKind = SourceKind.RESUME, **changes: Any) -> TrainState:
+def restored(found: Mapping[str, object], kind: StartKind = StartKind.RESUME, **changes: Any) -> TrainState:
     return continued(found, kind, **changes)[0]
 
 
@@ -80,7 +80,7 @@ def test_resume_of_another_run_is_refused_and_a_fork_allowed(change: dict[str, o
     with pytest.raises(CheckpointError) as refused:
         restored(found)
     assert named in str(refused.value)
-    assert restored(found, SourceKind.FORK).step == 3
+    assert restored(found, StartKind.FORK).step == 3
 
 
 @pytest.mark.parametrize("history", [True, False], ids=["recorded", "by another program"])
@@ -89,7 +89,7 @@ def test_fork_with_another_global_batch_starts_at_the_next_sample(size: int, his
     found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
     if not history:
         del found["batch_stages"]
-    _, batch = continued(found, SourceKind.FORK, train__global_batch=size)
+    _, batch = continued(found, StartKind.FORK, train__global_batch=size)
     assert [batch.at(step).first_sample for step in range(6)] == [0, 8, 16, 24, 24 + size, 24 + 2 * size]
 
 
@@ -97,21 +97,21 @@ def test_fork_of_a_fork_keeps_the_batch_sizes_of_its_ancestors() -> None:
     """Without its parent's batch sizes the fork's checkpoint is refused as another run's."""
     parent = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
     doubled = {"train__global_batch": 16}
-    _, batch = continued(parent, SourceKind.FORK, **doubled)
+    _, batch = continued(parent, StartKind.FORK, **doubled)
     child = scalars(replace(tiny_plan(**doubled), batch=batch), TrainState(5), FINGERPRINT, {}, {})
     assert child["consumed_samples"] == 24 + 2 * 16
     state, resumed = continued(child, **doubled)
     assert (state.step, resumed) == (5, batch)
     with pytest.raises(CheckpointError, match="consumed_samples=56, here 80"):
         continued({**child, "batch_stages": None}, **doubled)
-    _, grandchild = continued(child, SourceKind.FORK, train__global_batch=4)
+    _, grandchild = continued(child, StartKind.FORK, train__global_batch=4)
     assert [grandchild.at(step).first_sample for step in range(8)] == [0, 8, 16, 24, 40, 56, 60, 64]
 
 
 def test_batch_ramp_of_a_fork_continues_by_consumed_samples() -> None:
     found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
     ramp = BatchRampConfig(start=4, increment=4, samples=40)
-    _, batch = continued(found, SourceKind.FORK, train__global_batch=16, train__batch_ramp=ramp)
+    _, batch = continued(found, StartKind.FORK, train__global_batch=16, train__batch_ramp=ramp)
     assert [batch.at(step).size for step in range(7)] == [8, 8, 8, 8, 12, 16, 16], (
         "a third of the ramp is 14 samples"
     )

@@ -24,7 +24,7 @@ from toolkit.data.records.reader import open_records
 from toolkit.data.records.writer import RecordWriter
 from toolkit.data.registry import prepare_data
 from toolkit.errors import CheckpointError, ConfigError, ExitCode, InputError, PlanError
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.plan import make_plan
 from toolkit.progress import Progress
 
@@ -250,12 +250,12 @@ def test_experiment_model_fits_its_tiles() -> None:
     from toolkit.config.compose import compose
     from toolkit.data.tiles import CLASSES as TILE_CLASSES
     from toolkit.data.tiles import make_tile
-    from toolkit.models.target import build_target
+    from toolkit.models.user_model import build_user_module
 
     config = compose(["+exp=vit_tiles"])
     assert set(VIT) <= set(config.model.arguments)
     assert config.model.arguments["classes"] == TILE_CLASSES
-    model = build_target(config.model, 0)
+    model = build_user_module(config.model, 0)
     image = torch.from_numpy(make_tile(3, np.random.default_rng(0), 12, 64, TILE_CLASSES).astype(np.float32))[
         None
     ]

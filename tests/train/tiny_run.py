@@ -13,7 +13,7 @@ from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import Box, Shard
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EvalConfig, RunConfig, RunSection
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 from toolkit.rundir.directory import RunDirectory

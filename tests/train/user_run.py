@@ -12,7 +12,7 @@ from toolkit.config.model import ModelConfig
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection, TrainConfig
 from toolkit.errors import ExitCode
-from toolkit.estimate.present import to_json
+from toolkit.estimate.plan_report import to_json
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 from toolkit.rundir.directory import RunDirectory

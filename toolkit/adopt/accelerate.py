@@ -183,7 +183,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def decide(name: str, value: Any, ctx: Context) -> Decision:
-    """The decision about one key of accelerate's YAML."""
+    """Return the decision about one key of accelerate's YAML."""
     if name in RULES:
         return RULES[name](value, ctx)
     if value is None or value == {}:

@@ -20,7 +20,7 @@ RANKS = "the number of data ranks is not in the files: for N of them multiply it
 
 
 def read_context(sources: Sequence[Source], ranks: int | None) -> Context:
-    """The facts about the batch and the ranks that any file names; ``auto`` names nothing."""
+    """Return the facts about the batch and the ranks that any file names; ``auto`` names nothing."""
     return Context(
         keys={},
         formats=frozenset(source.format for source in sources),
@@ -34,7 +34,9 @@ def read_context(sources: Sequence[Source], ranks: int | None) -> Context:
 
 
 def micro_batch(value: Any, ctx: Context) -> Decision:
-    """Samples of one process in one forward pass; with the accumulation they determine the global batch."""
+    """Return the samples of one process in one forward pass; with the accumulation they determine the global
+    batch.
+    """
     if not isinstance(value, int) or value < 1:
         return refused("a micro-batch is a whole number")
     return _with_global(ctx, ("train.micro_batch", value))

@@ -13,9 +13,9 @@ from toolkit.config import engine_keys
 from toolkit.config.compose import compose
 from toolkit.config.schema import RunConfig
 from toolkit.errors import PlanError, Problem
-from toolkit.plan.length import resolve_epochs
 from toolkit.plan.make import make_plan
 from toolkit.plan.pretrained import resolve
+from toolkit.plan.train_steps import resolve_epochs
 from toolkit.plan.transformer_engine import NEWEST
 from toolkit.plan.types import Device, RunPlan, World
 

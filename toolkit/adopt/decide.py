@@ -88,7 +88,7 @@ def refuse_keys(adoption: Adoption, problems: Sequence[Problem]) -> Adoption:
 
 
 def _known(source: Source) -> dict[str, Any]:
-    """The keys whose values do not depend on a script's environment, arguments or conditions."""
+    """Return the keys whose values do not depend on a script's environment, arguments or conditions."""
     script = source.format is Format.MEGATRON
     return {
         name: value
@@ -109,7 +109,9 @@ def _decide(source: Source, name: str, value: Any, context: Context) -> AdoptedK
 
 
 def _unset_defaults(sources: Sequence[Source], context: Context) -> list[AdoptedKey]:
-    """Defaults of the other tools. TrainingArguments decide what a DeepSpeed configuration leaves open."""
+    """Return defaults of the other tools. TrainingArguments decide what a DeepSpeed configuration leaves
+    open.
+    """
     found: list[AdoptedKey] = []
 
     def add(name: str, value: Any, decision: Decision) -> None:

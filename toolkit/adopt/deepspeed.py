@@ -21,7 +21,7 @@ from toolkit.adopt.types import (
     reject,
     same,
 )
-from toolkit.config import search
+from toolkit.config import search_path
 from toolkit.config.engine_keys import AUTO, DEEPSPEED
 from toolkit.config.engine_keys_deepspeed import DERIVED, NO_EFFECT, RUN_KEYS
 from toolkit.config.vendors.installed import DEEPSPEED as PACKAGE
@@ -33,7 +33,7 @@ DECAY = "one-dimensional tensors (norms, biases) never decay; DeepSpeed decays e
 
 def _optimizer(value: Any, ctx: Context) -> Decision:
     name = {"adam": "adamw", "fusedadam": "adamw"}.get(str(value).lower(), str(value).lower())
-    if name == "custom" or name not in search.options(search.folders(None), "optim"):
+    if name == "custom" or name not in search_path.options(search_path.folders(None), "optim"):
         return refused(f"there is no optimizer {value} here: choose one of the group optim")
     return exact(("optim", name))
 
@@ -66,7 +66,7 @@ def _cosine_minimum(value: Any, ctx: Context) -> Decision:
 
 
 def offload(value: Any, optimizer: Any, parameters: Any) -> Decision:
-    """The decision about one of two devices, which together are an option of the group offload."""
+    """Return the decision about one of two devices, which together are an option of the group offload."""
     pair = tuple(str(device or "none").lower() for device in (optimizer, parameters))
     if str(value or "none").lower() == "none":
         return default()
@@ -176,7 +176,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def decide(name: str, value: Any, ctx: Context) -> Decision:
-    """The decision about one key of DeepSpeed's JSON."""
+    """Return the decision about one key of DeepSpeed's JSON."""
     if value == AUTO:
         return default("auto: the plan decides, or the key of another file")
     if name in RULES:

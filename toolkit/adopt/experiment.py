@@ -31,7 +31,7 @@ MOST_SHOWN = 80  # characters of a value in a comment
 
 
 def write_experiment(adoption: Adoption, name: str, files: Sequence[str]) -> str:
-    """The text of ``exp/<name>.yaml``."""
+    """Return the text of ``exp/<name>.yaml``."""
     return "\n".join(_lines(adoption, name, files)) + "\n"
 
 
@@ -73,7 +73,7 @@ def summary(adoption: Adoption) -> str:
 
 
 def _comments(adoption: Adoption) -> dict[str, list[str]]:
-    """For each setting, the keys that it comes from."""
+    """Return the keys from which each setting comes."""
     found: dict[str, list[str]] = defaultdict(list)
     decided = {target for key in adoption.keys for target, _ in key.targets}
     for key in adoption.keys:

@@ -20,7 +20,7 @@ from toolkit.adopt.types import (
     reject,
     same,
 )
-from toolkit.config import search
+from toolkit.config import search_path
 from toolkit.config.engine_keys import MEGATRON
 from toolkit.config.engine_keys_megatron import DERIVED, RUN_KEYS
 from toolkit.config.synonyms import SAME, percent
@@ -48,7 +48,7 @@ _FOREIGN = _names(
 
 
 def family(keys: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The family of these arguments; None, and what it would have to have."""
+    """Return the family of these arguments; or None, and what the arguments would need for a family."""
     foreign = [f"--{name.replace('_', '-')}" for name in _FOREIGN if keys.get(name)]
     if foreign:
         return None, f"no family here has {', '.join(foreign)}"
@@ -120,7 +120,7 @@ def _placed(target: str, steps: int, ctx: Context) -> Decision:
 
 
 def _warmup_steps(ctx: Context) -> int | None:
-    """Steps of warm-up; None if the arguments do not determine them."""
+    """Return steps of warm-up; None if the arguments do not determine them."""
     if isinstance(ctx.keys.get("lr_warmup_iters"), int):
         return int(ctx.keys["lr_warmup_iters"])
     samples, share = ctx.keys.get("lr_warmup_samples"), ctx.keys.get("lr_warmup_fraction")
@@ -165,7 +165,7 @@ def _ramp(value: Any, ctx: Context) -> Decision:
 
 def _optimizer(value: Any, ctx: Context) -> Decision:
     name = {"adam": "adamw"}.get(str(value).lower(), str(value).lower())
-    if name in ("adamw", "sgd") and name in search.options(search.folders(None), "optim"):
+    if name in ("adamw", "sgd") and name in search_path.options(search_path.folders(None), "optim"):
         return exact(("optim", name))
     return refused(f"Megatron-core's optimizers here are adamw and sgd, not {value}")
 
@@ -407,7 +407,7 @@ _SWITCHES: Mapping[str, tuple[str, Any]] = {
 
 
 def decide(name: str, value: Any, ctx: Context) -> Decision:
-    """The decision about one argument."""
+    """Return the decision about one argument."""
     if name in RULES:
         return RULES[name](value, ctx)
     if name in IGNORED:
@@ -427,7 +427,7 @@ def decide(name: str, value: Any, ctx: Context) -> Decision:
 
 
 def _schema() -> KeySchema:
-    """The fields of Megatron-core's three dataclasses as one section."""
+    """Return the fields of Megatron-core's three dataclasses as one section."""
     parts = load_schema(PACKAGE).fields or {}
     return KeySchema(
         fields={

@@ -26,7 +26,7 @@ LAUNCHER_KEYS = {"nproc_per_node": "nproc_per_node", "nnodes": "nnodes", "num_gp
 
 
 def read_source(path: Path) -> Source:
-    """The keys of a file.
+    """Return the keys of a file.
 
     Raises:
         InputError: the file cannot be read, or is in none of the formats.

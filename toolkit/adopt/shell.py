@@ -46,7 +46,9 @@ class ShellCommand:
 
 
 def read_command(text: str) -> ShellCommand:
-    """The last command of ``text`` that runs a Python file with options, or a plain list of options."""
+    """Return the last command of ``text`` that runs a Python file with options, or a plain list of
+    options.
+    """
     variables: dict[str, list[ShellWord]] = {}
     conditions: list[str] = []
     found: ShellCommand | None = None
@@ -76,7 +78,7 @@ def read_command(text: str) -> ShellCommand:
 
 
 def parse_options(words: list[ShellWord]) -> tuple[dict[str, object], dict[str, str]]:
-    """Options by name (``num_layers``), and the conditions of options that a script adds in an if.
+    """Return options by name (``num_layers``), and the conditions of options that a script adds in an if.
 
     An option without a value is True; with several values it is a list.
     """
@@ -97,7 +99,7 @@ def parse_options(words: list[ShellWord]) -> tuple[dict[str, object], dict[str, 
 
 
 def unresolved(value: object) -> str | None:
-    """The variable in a value of a script that only its environment or arguments define."""
+    """Return the variable in a value of a script that only its environment or arguments define."""
     values = value if isinstance(value, list) else [value]
     return next(
         (
@@ -174,7 +176,7 @@ def _control(statement: str, conditions: list[str]) -> str:
 
 
 def _expand(text: str, variables: Mapping[str, list[ShellWord]]) -> list[ShellWord]:
-    """The words of ``text``. A variable without a value stays as ``$NAME``."""
+    """Return the words of ``text``. A variable without a value stays as ``$NAME``."""
     text = _ARITHMETIC.sub(lambda found: _calculate(found[1], variables), text)
     words: list[ShellWord] = []
     for raw in _split(text):
@@ -215,7 +217,7 @@ def _substitute(raw: str, variables: Mapping[str, list[ShellWord]]) -> str:
 
 
 def _calculate(expression: str, variables: Mapping[str, list[ShellWord]]) -> str:
-    """The value of whole-number arithmetic; the expression itself if a name has no value."""
+    """Return the value of whole-number arithmetic; the expression itself if a name has no value."""
     bare = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"$\1", expression)
     filled = _substitute(bare, variables)
     try:

@@ -23,7 +23,7 @@ from toolkit.adopt.types import (
     refused,
     same,
 )
-from toolkit.config import search
+from toolkit.config import search_path
 from toolkit.config.synonyms import ADVICE, SAME, percent
 
 UNUSED = "another key turns it off"
@@ -46,7 +46,7 @@ def _epochs(value: Any, ctx: Context) -> Decision:
 
 
 def _warmup(value: Any, ctx: Context) -> Decision:
-    """A number of steps; below 1 a share of the run, as in transformers 5."""
+    """Return a number of steps; below 1 a share of the run, as in transformers 5."""
     number = _number(value)
     if not number:
         return default() if not _number(ctx.keys.get("warmup_ratio")) else default("warmup_ratio decides")
@@ -71,7 +71,7 @@ _OPTIMIZERS = {
 
 def _optimizer(value: Any, ctx: Context) -> Decision:
     option = _OPTIMIZERS.get(str(value).rpartition(".")[2].lower())
-    if option is None or option not in search.options(search.folders(None), "optim"):
+    if option is None or option not in search_path.options(search_path.folders(None), "optim"):
         return refused(f"there is no optimizer {value} here: choose one of the group optim")
     return exact(("optim", option))
 
@@ -116,7 +116,7 @@ def _schedule_options(value: Any, ctx: Context) -> Decision:
 
 
 def _every(target: str, strategy: str, otherwise: str) -> Rule:
-    """An interval in steps that a strategy of steps uses."""
+    """Return an interval in steps that a strategy of steps uses."""
 
     def rule(value: Any, ctx: Context) -> Decision:
         chosen = str(ctx.keys.get(strategy, "steps")).lower()
@@ -406,7 +406,7 @@ REASONS: Mapping[str, str] = {name: reason for reason, names in _WITHOUT for nam
 
 
 def decide(name: str, value: Any, ctx: Context) -> Decision:
-    """The decision about one field."""
+    """Return the decision about one field."""
     if name.startswith("deepspeed."):
         inner = {key.removeprefix("deepspeed."): given for key, given in ctx.keys.items()}
         return deepspeed.decide(name.removeprefix("deepspeed."), value, replace(ctx, keys=inner))

@@ -115,7 +115,9 @@ def refused(reason: str) -> Decision:
 
 
 def same(target: str, note: str = "") -> Rule:
-    """The same meaning and values; with a ``note``, a changed meaning."""
+    """Return a rule for a key that means the same as ``target``; with a ``note``, for one whose meaning
+    changes.
+    """
     return lambda value, ctx: (
         default("not set")
         if value is None
@@ -131,12 +133,12 @@ def reject(reason: str) -> Rule:
 
 
 def expect(*values: Any, otherwise: str) -> Rule:
-    """The default here if the value is one of these, else refused."""
+    """Return a rule that accepts only these values, which are what this toolkit does by default."""
     return lambda value, ctx: default() if _plain(value) in values else refused(otherwise)
 
 
 def choose(by_value: Mapping[Any, Targets], otherwise: str) -> Rule:
-    """Targets by value; other values are refused."""
+    """Return a rule that looks up the targets of a value; other values are refused."""
 
     def rule(value: Any, ctx: Context) -> Decision:
         found = by_value.get(_plain(value))
@@ -148,7 +150,7 @@ def choose(by_value: Mapping[Any, Targets], otherwise: str) -> Rule:
 
 
 def _plain(value: Any) -> Any:
-    """Text in lower case, and lists as tuples, so that values can be compared and looked up."""
+    """Return text in lower case, and lists as tuples, so that values can be compared and looked up."""
     if isinstance(value, str):
         return value.lower()
     return tuple(value) if isinstance(value, list) else str(value) if isinstance(value, dict) else value

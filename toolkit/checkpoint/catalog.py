@@ -153,7 +153,9 @@ def resolve_file(folder: Path, name: object) -> Path:
     try:
         return inside(folder, name)
     except UnsafePath as error:
-        raise DamagedFile("", f"{folder}: {error}", "the files of a checkpoint are in its folder") from error
+        raise DamagedFile(
+            "", f"{folder}: {error}", "the files of a checkpoint must be in its folder"
+        ) from error
 
 
 def block_count(numbytes: int) -> int:

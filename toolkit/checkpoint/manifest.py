@@ -121,7 +121,9 @@ def piece_to_json(piece: TensorPiece) -> dict[str, Any]:
 
 
 def piece_from_json(entry: Mapping[str, Any]) -> TensorPiece:
-    """Raises KeyError, TypeError or ValueError if the entry does not describe a piece."""
+    """Parse the entry of a piece. Raises KeyError, TypeError or ValueError if the entry does not describe
+    one.
+    """
     begin, end = _counts(entry["bytes"])
     offset, shape, global_shape = (_counts(entry[key]) for key in ("offset", "shape", "global_shape"))
     dtype, file, hashes, transposed = (
@@ -161,14 +163,16 @@ def piece_from_json(entry: Mapping[str, Any]) -> TensorPiece:
 
 
 def _counts(values: Sequence[Any]) -> tuple[int, ...]:
-    """Raises ValueError if a value is not a number of bytes or elements."""
+    """Return ``values`` as integers. Raises ValueError if a value is not a number of bytes or elements."""
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"{str(values)[:100]} are not counts")
     return tuple(values)
 
 
 def file_from_json(record: Mapping[str, Any]) -> FileRecord:
-    """Raises TypeError or ValueError if the record does not describe a file of the checkpoint."""
+    """Parse the record of a file. Raises TypeError or ValueError if it does not describe a file of the
+    checkpoint.
+    """
     parsed = FileRecord(**record)
     relative_name(parsed.file)
     numbytes, header_bytes = _counts([parsed.bytes, parsed.header_bytes])
@@ -213,8 +217,9 @@ def _content_hash(content: Mapping[str, Any]) -> str:
 
 
 def load(folder: Path, name: str = NAME) -> Manifest:
-    """Raises DamagedFile if the manifest is missing, unreadable, of another tool or version, or was
-    modified."""
+    """Load a manifest. Raises DamagedFile if it is missing, unreadable, of another tool or version, or was
+    modified.
+    """
     path = folder / name
     if not path.is_file():
         raise DamagedFile(name, f"{path} is missing", RULE)
@@ -261,8 +266,9 @@ def parse(text: bytes, path: Location) -> Manifest:
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Raises ValueError if a field has another type than this toolkit writes, or a piece is outside its
-    file."""
+    """Raise ValueError if a field has another type than this toolkit writes, or a piece is outside its
+    file.
+    """
     _counts([manifest.step, manifest.ranks])
     objects = (manifest.scalars, manifest.software)
     if not all(isinstance(text, str) for text in (manifest.namespace, manifest.written_as)) or not all(
@@ -282,7 +288,7 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def check_consistency(manifest: Manifest, name: str) -> None:
-    """Raises DamagedFile if entries do not cover each tensor exactly once, a copy has no tensor, or steps
+    """Raise DamagedFile if entries do not cover each tensor exactly once, a copy has no tensor, or steps
     disagree.
     """
     tensors = manifest.by_tensor()
@@ -305,7 +311,7 @@ def check_consistency(manifest: Manifest, name: str) -> None:
 
 
 def check_files(folder: Path, files: Sequence[FileRecord]) -> None:
-    """Raises DamagedFile for the first file that is missing or does not have its recorded length. Reads no
+    """Raise DamagedFile for the first file that is missing or does not have its recorded length. Reads no
     file.
     """
     for record in files:

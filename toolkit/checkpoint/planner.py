@@ -243,7 +243,7 @@ def check_available(catalog: Catalog, requested: Iterable[tuple[TensorKey, str, 
                 "resume",
                 f"{requested_key} has shape {tensors[key].shape} in {folder} and {global_shape} in the "
                 "requested model",
-                "a checkpoint is loaded into a model of the same shapes",
+                "the model must have the shapes of the checkpoint",
                 "set the model's sizes to the checkpoint's, or start without it",
             )
     problems = list(shapes.values())[:MAX_PROBLEMS]
@@ -260,7 +260,7 @@ def _absence_problem(state: str, names: list[str], catalog: Catalog) -> Problem:
         return Problem(
             "resume",
             f"{catalog.folder} has no {state} of {listed}",
-            "a checkpoint has every tensor of the model",
+            "a checkpoint must have every tensor of the model",
             "set the model options to those of the checkpoint, or start without it",
         )
     return Problem(

@@ -189,7 +189,9 @@ def open_source(path: str | Path, model: ModelShape | None = None) -> Checkpoint
 
 
 def _open(module: FormatModule, folder: Path, model: ModelShape | None) -> CheckpointSource:
-    """Raises CheckpointError also for metadata with an unexpected structure."""
+    """Open a checkpoint with a module of ``FORMATS``. Raises CheckpointError also for metadata with an
+    unexpected structure.
+    """
     try:
         return module.open_source(folder, model)
     except UserError:
@@ -239,7 +241,7 @@ def read_tracker(path: Path, tracker: str, folder_of: Callable[[str], str] = str
 
 
 def check_links_inside(folder: Path) -> None:
-    """Raises CheckpointError if a file of a vendor's checkpoint is a link that leads out of its folder."""
+    """Raise CheckpointError if a file of a vendor's checkpoint is a link that leads out of its folder."""
     try:
         check_links(folder)
     except UnsafePath as error:
@@ -247,7 +249,7 @@ def check_links_inside(folder: Path) -> None:
             Problem(
                 str(folder),
                 f"{folder}: {error}",
-                "the files of a checkpoint are in its folder",
+                "the files of a checkpoint must be in its folder",
                 "replace the link by the file itself",
             )
         ) from error

@@ -61,15 +61,15 @@ def _of_command(command: str, before: Sequence[str], current: str) -> Iterator[s
         if command in RUN_COMMANDS:
             yield CONFIG_DIR
         return
-    from toolkit.config import keys, search
+    from toolkit.config import keys, search_path
     from toolkit.config.roots import PLAN, PREPARE, RESHARD, RUN
 
     root = {"prepare": PREPARE, "reshard": RESHARD, **dict.fromkeys(RUN_COMMANDS, RUN)}.get(command)
     if root is None:
         return
     own = next((word.partition("=")[2] for word in before if word.startswith(CONFIG_DIR)), None)
-    folders = search.folders(Path(own).expanduser() if own else None)
-    groups = search.groups(folders) if root.groups is None else root.groups
+    folders = search_path.folders(Path(own).expanduser() if own else None)
+    groups = search_path.groups(folders) if root.groups is None else root.groups
     name, equals, value = current.partition("=")
     known = {**keys.keys_by_name(root), **(keys.keys_by_name(PLAN) if command == "plan" else {})}
     if equals:
@@ -96,12 +96,12 @@ def _next_parts(names: Iterable[str], typed: int) -> Iterator[str]:
 def _values(
     name: str, value: str, key: object, folders: Sequence[Path], groups: Sequence[str]
 ) -> Iterator[str]:
-    from toolkit.config import search
+    from toolkit.config import search_path
     from toolkit.config.keys import ConfigKey
 
     found: list[str] = []
     if name.lstrip("+") in groups:
-        found = list(search.options(folders, name.lstrip("+")))
+        found = list(search_path.options(folders, name.lstrip("+")))
     elif isinstance(key, ConfigKey):
         found = [*key.choices, *(["true", "false"] if bool in key.kinds else [])]
         found += ["null"] if found and key.nullable else []

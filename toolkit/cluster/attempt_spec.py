@@ -99,7 +99,7 @@ def start_attempt(
         NothingToDo: the requested steps are done; nothing has been written.
     """
     from toolkit.config.compose import to_yaml
-    from toolkit.estimate.present import to_json, warn_about_budget
+    from toolkit.estimate.plan_report import to_json, warn_about_budget
     from toolkit.plan import make_plan
     from toolkit.plan.schedule import check_schedule
     from toolkit.rundir.budget import check_budget
@@ -152,7 +152,7 @@ def start_next_attempt(
         UserError: the run directory or the budget no longer allows the run to continue.
     """
     from toolkit.config.compose import to_yaml
-    from toolkit.estimate.present import to_json
+    from toolkit.estimate.plan_report import to_json
     from toolkit.rundir.budget import check_budget
 
     check_budget(plan.config, plan.world.ranks, directory)

@@ -163,8 +163,8 @@ def resolve_from_files(config: RunConfig) -> RunConfig:
     Raises:
         UserError: a file is absent or does not fit the configuration.
     """
-    from toolkit.plan.length import resolve_epochs
     from toolkit.plan.pretrained import resolve
+    from toolkit.plan.train_steps import resolve_epochs
 
     config = resolve(config)
     if config.train.epochs is None:

@@ -126,7 +126,9 @@ def _has_header(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def _lacking_for_compile(has_compiler: bool) -> Iterator[str]:
-    """What torch.compile needs: Inductor compiles C++, and Triton its launchers, against Python's headers."""
+    """Return what torch.compile lacks: Inductor compiles C++, and Triton its launchers, against Python's
+    headers.
+    """
     if not has_compiler:
         yield "a C++ compiler"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from toolkit.config.checks import check
-from toolkit.config.numbers import parse_moment
+from toolkit.config.numbers import parse_timestamp
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class BudgetConfig:
                 f"write budget.{name}={example}",
             )
         check(
-            self.until is None or parse_moment(self.until) is not None,
+            self.until is None or parse_timestamp(self.until) is not None,
             "budget.until",
             self.until,
             "it is a date and a time with a time zone, as in ISO 8601",
@@ -44,9 +44,9 @@ class BudgetConfig:
         )
 
     @property
-    def moment(self) -> datetime | None:
+    def deadline(self) -> datetime | None:
         """``until`` with its time zone."""
-        return None if self.until is None else parse_moment(self.until)
+        return None if self.until is None else parse_timestamp(self.until)
 
     @property
     def is_set(self) -> bool:

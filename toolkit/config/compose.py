@@ -22,7 +22,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
-from toolkit.config import keys, search
+from toolkit.config import keys, search_path
 from toolkit.config.mistakes import unknown_key, wrong_value
 from toolkit.config.overrides import DeepSpeedFile, ParsedOverrides, default_config, parse_overrides
 from toolkit.config.plan_arguments import LISTS, PlanArguments
@@ -35,7 +35,8 @@ from toolkit.errors import ConfigError, Problem
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
-    """The configuration for overrides like ``["+exp=quickstart", "zero=stage3", "--config-dir=mine"]``.
+    """Return the configuration for overrides like ``["+exp=quickstart", "zero=stage3",
+    "--config-dir=mine"]``.
 
     Raises:
         ConfigError: with every mistake that was found, each with the value, the rule and the remedy.
@@ -95,12 +96,12 @@ def compose_plan_arguments(arguments: Sequence[str]) -> tuple[PlanArguments, lis
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The configuration as YAML for :func:`from_yaml`. ``${`` is escaped for OmegaConf."""
+    """Return the configuration as YAML for :func:`from_yaml`. ``${`` is escaped for OmegaConf."""
     return yaml.safe_dump(as_yaml(config), sort_keys=False, width=140)
 
 
 def from_yaml(text: str) -> RunConfig:
-    """The inverse of :func:`to_yaml`. Missing keys have their defaults.
+    """Parse the YAML of :func:`to_yaml`. Missing keys have their defaults.
 
     The text may come from another user's run directory, so nothing in it is evaluated. Interpolations such as
     ``${oc.env:NAME}``, which would read this machine's environment, are refused.
@@ -145,7 +146,7 @@ _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
 def _interpolations(value: Any, name: str = "") -> Iterator[Problem]:
-    """Values that OmegaConf would evaluate."""
+    """Yield values that OmegaConf would evaluate."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _interpolations(inner, f"{name}.{key}" if name else str(key))
@@ -195,7 +196,7 @@ def _hydra(parsed: ParsedOverrides, overrides: list[str], root: ConfigRoot) -> D
     register(root)
     own = [f"file://{folder}" for folder in parsed.search[1:]]
     try:
-        with initialize_config_dir(str(search.ROOT), version_base="1.3"):
+        with initialize_config_dir(str(search_path.ROOT), version_base="1.3"):
             config = hydra_compose(
                 root.file,
                 [*overrides, f"hydra.searchpath={own}"] if own else overrides,
@@ -289,7 +290,9 @@ def _to_dataclass(config: DictConfig, root: ConfigRoot = RUN) -> Any:
 def _unknown(
     written: Mapping[Any, Any], root: ConfigRoot = RUN, kind: type | None = None, prefix: str = ""
 ) -> Iterator[Problem]:
-    """Keys that are not in the schema. Hydra adds keys from files and with a plus without checking them."""
+    """Yield the keys that are not in the schema. Hydra adds keys from files and with a plus without checking
+    them.
+    """
     hints = get_type_hints(kind or root.kind)
     for name, inner in written.items():
         hint = hints.get(str(name))
@@ -301,7 +304,7 @@ def _unknown(
 
 
 def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: ConfigRoot) -> Iterator[Problem]:
-    """Values that are missing, or that refer to a key that does not exist or has another type."""
+    """Yield values that are missing, or that refer to a key that does not exist or has another type."""
     for name, value in keys.flatten(written).items():
         if value == "???":
             yield Problem(name, f"{name}=???", "??? is a placeholder for a value", f"write {name}=VALUE")
@@ -358,7 +361,7 @@ def _no_yaml(error: yaml.YAMLError) -> ConfigError:
 
 
 def _problem_of(error: Exception, root: ConfigRoot = RUN) -> Problem:
-    """The problem that an exception of Hydra or OmegaConf reports."""
+    """Return the problem that an exception of Hydra or OmegaConf reports."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     location = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
     name = getattr(cause, "full_key", None) or ""
@@ -385,7 +388,7 @@ def _problem_of(error: Exception, root: ConfigRoot = RUN) -> Problem:
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        near = search.nearest_option(option, error.options)
+        near = search_path.nearest_option(option, error.options)
         return Problem(
             group,
             f"a file chooses {group}: {option}",

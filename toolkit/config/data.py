@@ -175,8 +175,8 @@ class DataConfig:
         )
 
     @property
-    def images(self) -> bool:
-        """Whether samples are labelled images instead of text."""
+    def is_arrays(self) -> bool:
+        """Whether samples are records of arrays: labelled images, unless the run has its own task."""
         return self.name == "arrays"
 
     @property
@@ -185,6 +185,6 @@ class DataConfig:
         return self.name not in ("arrays", "custom")
 
     @property
-    def custom(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether samples come from a dataset of the user's own code."""
         return self.name == "custom"

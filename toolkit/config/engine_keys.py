@@ -59,7 +59,7 @@ class EngineKeys:
         return keys
 
     def problems(self, config: RunConfig) -> Iterator[Problem]:
-        """Every problem of this engine's keys in ``config``."""
+        """Yield every problem of this engine's keys in ``config``."""
         given = self.user_keys(config)
         if self.engine is not config.engine.name:
             yield from self._not_selected(config)
@@ -85,13 +85,13 @@ class EngineKeys:
             )
 
     def is_derived(self, name: str) -> bool:
-        """Whether the plan derives the key ``name``, or a section that it is in."""
+        """Return whether the plan derives the key ``name``, or a section that it is in."""
         parts = name.split(".")
         above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return any(part in self.derived for part in above) or name in self.run_keys
 
     def known(self) -> KeySchema:
-        """The keys of the installed version, or of the newest one if none is installed."""
+        """Return the keys of the installed version, or of the newest one if none is installed."""
         return installed.load_schema(self.package)
 
     def find_problems(
@@ -147,7 +147,7 @@ class EngineKeys:
                 )
 
     def problem(self, name: str, value: Any, rule: str, remedy: str) -> Problem:
-        """A problem of ``name``. If it is a section, the error shows the values that were typed."""
+        """Return a problem of ``name``. If it is a section, the error shows the values that were typed."""
         seen = "; ".join(
             f"{self.root}.{leaf}={format_value(inner)}" for leaf, inner in flatten(value, name + ".").items()
         )
@@ -164,7 +164,9 @@ class EngineKeys:
         return f"{inner}{below.get(inner, node).example()}"
 
     def _derived_key_problem(self, name: str, entry: str, value: Any) -> Problem:
-        """A problem of the key ``name``, which the row ``entry`` of ``run_keys`` or ``derived`` covers."""
+        """Return a problem of the key ``name``, which the row ``entry`` of ``run_keys`` or ``derived``
+        covers.
+        """
         own = self.run_keys.get(name) or self.run_keys.get(entry)
         if value == AUTO:
             return self.problem(
@@ -229,7 +231,7 @@ ENGINES = (DEEPSPEED, MEGATRON)
 
 
 def problems(config: RunConfig) -> list[Problem]:
-    """Every problem of ``engine.deepspeed.*`` and ``engine.megatron.*``, in the order of the keys."""
+    """Return every problem of ``engine.deepspeed.*`` and ``engine.megatron.*``, in the order of the keys."""
     return [problem for keys in ENGINES for problem in keys.problems(config)]
 
 

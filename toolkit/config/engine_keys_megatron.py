@@ -342,7 +342,9 @@ DERIVED: dict[str, tuple[str, str]] = {
 
 
 def sections() -> dict[str, Mapping[str, KeySchema]] | None:
-    """Fields of the dataclasses transformer, ddp and optimizer; None if Megatron-core is not installed."""
+    """Return fields of the dataclasses transformer, ddp and optimizer; None if Megatron-core is not
+    installed.
+    """
     schema = megatron_schema()
     if schema is None:
         return None
@@ -351,7 +353,7 @@ def sections() -> dict[str, Mapping[str, KeySchema]] | None:
 
 
 def flat_schema() -> KeySchema | None:
-    """The fields of all three dataclasses as one section, as the user writes them."""
+    """Return the fields of all three dataclasses as one section, as the user writes them."""
     schemas = sections()
     return (
         None
@@ -363,7 +365,7 @@ def flat_schema() -> KeySchema | None:
 
 
 def megatron_keys(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The user's settings for TransformerConfig, DistributedDataParallelConfig and OptimizerConfig.
+    """Return the user's settings for TransformerConfig, DistributedDataParallelConfig and OptimizerConfig.
 
     A name that several dataclasses have goes to each. ``config`` has passed
     ``engine_keys.drop_wrong_keys``.

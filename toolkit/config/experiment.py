@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.config import search
+from toolkit.config import search_path
 from toolkit.config.compose import as_yaml, compose
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, Problem
@@ -18,7 +18,7 @@ SUFFIX = ".yaml"
 
 
 def experiment_text(config: RunConfig, comment: Sequence[str]) -> str:
-    """The file of an experiment that composes to ``config`` without other arguments.
+    """Return the file of an experiment that composes to ``config`` without other arguments.
 
     Args:
         comment: its first lines, of which ``--help`` shows the first two: a command, and what the
@@ -30,7 +30,9 @@ def experiment_text(config: RunConfig, comment: Sequence[str]) -> str:
 
 
 def _changes(value: Any, default: Any) -> dict[str, Any]:
-    """The keys of a section that differ from ``default``. Dictionaries, which are empty there, are whole."""
+    """Return the keys of a section that differ from ``default``. Dictionaries, which are empty there, are
+    whole.
+    """
     changed: dict[str, Any] = {}
     for field in fields(value):
         inner, usual = getattr(value, field.name), getattr(default, field.name)
@@ -40,7 +42,7 @@ def _changes(value: Any, default: Any) -> dict[str, Any]:
 
 
 def experiment_file(out: str, own: Path | None) -> Path:
-    """The file that ``out`` names.
+    """Return the file that ``out`` names.
 
     Args:
         out: the name of an experiment, or the path of a YAML file.
@@ -59,7 +61,7 @@ def experiment_file(out: str, own: Path | None) -> Path:
                 "write out=mine, or out=conf/exp/mine.yaml",
             )
         )
-    path = Path(out) if is_file else search.folders(own)[-1] / search.EXPERIMENT / f"{out}{SUFFIX}"
+    path = Path(out) if is_file else search_path.folders(own)[-1] / search_path.EXPERIMENT / f"{out}{SUFFIX}"
     if path.exists():
         raise ConfigError(
             Problem(

@@ -17,11 +17,11 @@ from typing import Any, get_type_hints
 import yaml
 
 from toolkit.commands import in_this_form
-from toolkit.config import keys, search
+from toolkit.config import keys, search_path
 from toolkit.config.compose import compose
 from toolkit.config.mistakes import unknown_key
 from toolkit.config.roots import PLAN, RUN, SWEEP, ConfigRoot
-from toolkit.config.search import EXPERIMENT
+from toolkit.config.search_path import EXPERIMENT
 from toolkit.errors import ConfigError, ExitCode
 
 INTRODUCTION = """\
@@ -56,7 +56,7 @@ def show_help(arguments: Sequence[str], above: str = "", root: ConfigRoot = RUN)
 
 
 def help_text(arguments: Sequence[str] = (), root: ConfigRoot = RUN) -> str:
-    """The help on the sections, groups and keys in ``arguments``; without any, the whole help.
+    """Return the help on the sections, groups and keys in ``arguments``; without any, the whole help.
 
     Overrides are ignored.
 
@@ -64,8 +64,8 @@ def help_text(arguments: Sequence[str] = (), root: ConfigRoot = RUN) -> str:
         ConfigError: an argument is not a section, group or key.
     """
     topics = [name for name in arguments if not name.startswith(("-", "+")) and "=" not in name]
-    folders = search.folders(None)
-    groups = search.groups(folders) if root.groups is None else root.groups
+    folders = search_path.folders(None)
+    groups = search_path.groups(folders) if root.groups is None else root.groups
     if not topics:
         sections = (_section(name, root) for name in ["", *keys.sections(root)])
         all_keys = ["KEYS (with their defaults)", *sections]
@@ -114,7 +114,7 @@ def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: Con
 
 def _experiments(folders: Sequence[Path]) -> str:
     lines = ["EXPERIMENTS"]
-    for name in search.options(folders, EXPERIMENT):
+    for name in search_path.options(folders, EXPERIMENT):
         command, about = _comment(folders, EXPERIMENT, name)
         lines += [f"  {name}", *_wrapped(about, 6), f"      {command}"]
     return "\n".join(lines) + "\n"
@@ -125,26 +125,28 @@ def _group(folders: Sequence[Path], group: str, root: ConfigRoot) -> str:
         return ""
     chosen = _defaults(root).get(group)
     lines = [f"  {group}="]
-    for option in search.options(folders, group):
+    for option in search_path.options(folders, group):
         about = " ".join(_comment(folders, group, option)).strip()
         lines += _labelled(f"    {option}{'*' if option == chosen else ''}", about, 22)
     return "\n".join(lines)
 
 
 def _ordered(groups: Sequence[str], root: ConfigRoot) -> list[str]:
-    """The groups in the order of the defaults list, then the others."""
+    """Return the groups in the order of the defaults list, then the others."""
     first = list(_defaults(root))
     return [*(name for name in first if name in groups), *(name for name in groups if name not in first)]
 
 
 def _defaults(root: ConfigRoot) -> dict[str, str | None]:
     """Group -> the default option, according to the command's file in conf/."""
-    entries = yaml.safe_load((search.ROOT / f"{root.file}.yaml").read_text(encoding="utf-8"))["defaults"]
+    entries = yaml.safe_load((search_path.ROOT / f"{root.file}.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
 def _comment(folders: Sequence[Path], group: str, option: str) -> tuple[str, str]:
-    """The first two lines of a file's leading comment. In experiments the first line is the command."""
+    """Return the first two lines of a file's leading comment. In experiments the first line is the
+    command.
+    """
     path = next(path for folder in folders if (path := folder / group / f"{option}.yaml").is_file())
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -160,7 +162,7 @@ def _comment(folders: Sequence[Path], group: str, option: str) -> tuple[str, str
 
 
 def _section(section: str, root: ConfigRoot) -> str:
-    """The keys directly in ``section``, without nested sections."""
+    """Return the keys directly in ``section``, without nested sections."""
     lines = [f"  {section}"] if section else []
     for name, key in keys.keys_by_name(root).items():
         if key.section == section:
@@ -185,13 +187,13 @@ def _show(value: Any) -> str:
 
 @cache
 def _values(root: ConfigRoot) -> dict[str, Any]:
-    """The values of all keys after the defaults list is applied."""
+    """Return the values of all keys after the defaults list is applied."""
     return keys.flatten(compose([])) if root is RUN else {}
 
 
 @cache
 def _descriptions(root: ConfigRoot) -> dict[str, str]:
-    """The string below each field of the schema, by the full name of the key."""
+    """Return the string below each field of the schema, by the full name of the key."""
     return dict(_walk(root.kind, ""))
 
 
@@ -211,7 +213,7 @@ def _walk(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def _field_strings(module: str) -> dict[str, dict[str, str]]:
-    """The strings below the fields of the classes in ``module``, by class and field."""
+    """Return the strings below the fields of the classes in ``module``, by class and field."""
     return {
         node.name: {
             field.target.id: inspect.cleandoc(text.value.value)

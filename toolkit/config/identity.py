@@ -70,7 +70,7 @@ def identity(config: RunConfig) -> str:
 
 @cache
 def is_execution_key(name: str) -> bool:
-    """Whether the key ``name`` decides only how a run is executed."""
+    """Return whether the key ``name`` decides only how a run is executed."""
     return any(fnmatchcase(name, pattern) for pattern in EXECUTION_KEYS)
 
 

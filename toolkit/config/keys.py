@@ -41,7 +41,7 @@ class ConfigKey:
 
 @cache
 def keys_by_name(root: ConfigRoot = RUN) -> Mapping[str, ConfigKey]:
-    """Every key of the schema, in order. Keys below ``root.open`` are not part of the schema."""
+    """Return every key of the schema, in order. Keys below ``root.open`` are not part of the schema."""
     found: dict[str, ConfigKey] = {}
     _collect(root.kind, "", found)
     return found
@@ -49,7 +49,7 @@ def keys_by_name(root: ConfigRoot = RUN) -> Mapping[str, ConfigKey]:
 
 @cache
 def sections(root: ConfigRoot = RUN) -> tuple[str, ...]:
-    """Names of all sections: ``train``, ``train.batch_ramp``, ..."""
+    """Return the names of all sections: ``train``, ``train.batch_ramp``, ..."""
     return tuple(dict.fromkeys(key.section for key in keys_by_name(root).values() if key.section))
 
 
@@ -73,7 +73,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def is_open(name: str, root: ConfigRoot = RUN) -> bool:
-    """Whether ``name`` is below a key whose content is not part of the schema."""
+    """Return whether ``name`` is below a key whose content is not part of the schema."""
     return any(name.startswith(above + ".") for above in root.open)
 
 
@@ -99,7 +99,7 @@ def format_value(value: Any) -> str:
 
 
 def nearest(name: str, root: ConfigRoot) -> str | None:
-    """The key or section that ``name`` most likely means; None if no name is similar."""
+    """Return the key or section that ``name`` most likely means; None if no name is similar."""
     names = [*keys_by_name(root), *sections(root)]
     last = name.rpartition(".")[2]
     same_leaf = [known for known in names if known.rpartition(".")[2] == last]

@@ -9,10 +9,10 @@ from typing import Any
 
 from hydra.errors import HydraException
 
-from toolkit.config import keys, search
+from toolkit.config import keys, search_path
 from toolkit.config.numbers import parse_count
 from toolkit.config.roots import RUN, ConfigRoot
-from toolkit.config.search import EXPERIMENT
+from toolkit.config.search_path import EXPERIMENT
 from toolkit.config.synonyms import find_synonym
 from toolkit.errors import Problem, without_secrets
 
@@ -20,11 +20,11 @@ RENAMED_VALUES = {"train.on_nonfinite": {"continue": "skip"}}  # key -> old valu
 
 
 def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -> Problem:
-    """The problem of an argument that cannot be parsed.
+    """Return the problem of an argument that cannot be parsed.
 
     ``folders`` are searched for experiments of that name.
     """
-    if "=" not in text and text in search.options(folders, EXPERIMENT):
+    if "=" not in text and text in search_path.options(folders, EXPERIMENT):
         return Problem(text, text, "an experiment is added with +exp=", f"write +exp={text}")
     name = text.partition("=")[0]
     if "=" not in text:
@@ -48,7 +48,7 @@ def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -
 
 
 def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: ConfigRoot = RUN) -> Problem:
-    """The problem of an unknown key, with a suggestion."""
+    """Return the problem of an unknown key, with a suggestion."""
     above = name.rpartition(".")[0]
     while above and above not in keys.keys_by_name(root) and above not in keys.sections(root):
         above = above.rpartition(".")[0]
@@ -74,14 +74,14 @@ def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: ConfigRo
     if near is not None:
         remedy = f"write {near}={value}; " if value is not None and near not in keys.sections(root) else ""
         return Problem(name, seen, where, f"{remedy or f'did you mean {near}? '}--help lists all")
-    group = search.nearest_option(name, groups) if "." not in name else None
+    group = search_path.nearest_option(name, groups) if "." not in name else None
     if group is not None:
         return Problem(name, seen, where, f"did you mean {group}? --help lists all")
     return Problem(name, seen, where, "leave it out; --help lists all keys and groups")
 
 
 def wrong_value(name: str, seen: str, root: ConfigRoot = RUN) -> Problem:
-    """The problem of a value that the type of ``name`` does not accept."""
+    """Return the problem of a value that the type of ``name`` does not accept."""
     key = keys.keys_by_name(root).get(name)
     if key is None and keys.is_open(name, root):
         return Problem(
@@ -110,7 +110,7 @@ def wrong_value(name: str, seen: str, root: ConfigRoot = RUN) -> Problem:
 
 
 def _whole(key: keys.ConfigKey, seen: str) -> str | None:
-    """The whole number that the value in ``seen``, 1e4 or 10k in a file, writes."""
+    """Return the whole number that the value in ``seen``, 1e4 or 10k in a file, writes."""
     value = re.search(r"Value '([^']+)'", seen)
     count = parse_count(value[1]) if value is not None and key.kinds[0] is int else None
     return None if count is None else str(count)

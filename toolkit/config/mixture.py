@@ -41,7 +41,8 @@ def parse_sources(written: Mapping[str, Any]) -> dict[str, SourceSetting]:
 
 
 def parse_phases(sources: Mapping[str, Any], phases: Sequence[Any]) -> list[PhaseSetting]:
-    """All phases. The first has the weights of ``data.sources`` unless ``data.phases`` begins at step 0.
+    """Return all phases. The first has the weights of ``data.sources`` unless ``data.phases`` begins at step
+    0.
 
     The arguments must have no :func:`problems`.
     """
@@ -56,7 +57,7 @@ def parse_phases(sources: Mapping[str, Any], phases: Sequence[Any]) -> list[Phas
 
 
 def problems(sources: Mapping[str, Any], phases: Sequence[Any]) -> Iterator[Problem]:
-    """Every problem of the two keys."""
+    """Yield every problem of the two keys."""
     for name, source in sources.items():
         key = f"data.sources.{name}"
         if not name or not all(c.isalnum() or c in "._-" for c in name):
@@ -186,5 +187,5 @@ def _wrong_weight(key: str, value: Any) -> Problem:
 
 
 def _exact(weight: float) -> Fraction:
-    """The exact decimal number that was written: 0.1 is 1/10."""
+    """Return the exact decimal number that was written: 0.1 is 1/10."""
     return Fraction(str(weight))

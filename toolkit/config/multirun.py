@@ -26,7 +26,7 @@ from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import toolkit
-from toolkit.config import mistakes, overrides, search
+from toolkit.config import mistakes, overrides, search_path
 from toolkit.config.compose import compose_sweep, register
 from toolkit.config.roots import RUN
 from toolkit.config.sweep import SweepSection
@@ -72,7 +72,7 @@ class SweepArguments:
             for word in self.overrides
             if word.partition("=")[0] in self.fixed and "=" in word
         )
-        name = given.get("run.name", given.get(search.EXPERIMENT, "sweep")).strip("'\"")
+        name = given.get("run.name", given.get(search_path.EXPERIMENT, "sweep")).strip("'\"")
         return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
 
     @property
@@ -83,7 +83,7 @@ class SweepArguments:
         )
 
     def swept(self, point: Sequence[str]) -> tuple[str, ...]:
-        """The overrides of ``point`` that are not the same in all points."""
+        """Return the overrides of ``point`` that are not the same in all points."""
         return tuple(word for word in point if word.partition("=")[0] not in self.fixed)
 
 
@@ -142,11 +142,11 @@ def read_sweep(arguments: Sequence[str]) -> SweepArguments:
 
 
 def _folders(arguments: Sequence[str]) -> tuple[tuple[Path, ...], list[str]]:
-    """The folders with groups, and the arguments without options that begin with a dash."""
+    """Return the folders with groups, and the arguments without options that begin with a dash."""
     plain, own, problems = overrides.split_options(arguments)
     if problems:
         raise ConfigError(*problems)
-    return search.folders(own), plain
+    return search_path.folders(own), plain
 
 
 def _parsed(word: str, folders: Sequence[Path], problems: list[Problem]) -> Any:
@@ -212,7 +212,7 @@ def _sweeper(arguments: SweepArguments, folder: Path, run_batch: BatchRunner) ->
     register(RUN)
     own = [*arguments.hydra, f"{LAUNCHER}=toolkit", f"hydra.sweep.dir={quoted(folder)}"]
     try:
-        with initialize_config_dir(str(search.ROOT), version_base="1.3"):
+        with initialize_config_dir(str(search_path.ROOT), version_base="1.3"):
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
             config = hydra.compose_config(

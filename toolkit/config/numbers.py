@@ -12,7 +12,8 @@ _LARGEST = 10**18
 
 
 def parse_count(text: str, *, suffixes: bool = True) -> int | None:
-    """The whole number that ``text`` writes: ``10000``, ``10_000``, ``1e4``, ``10k``, ``1.5M``, ``10B``.
+    """Return the whole number that ``text`` writes: ``10000``, ``10_000``, ``1e4``, ``10k``, ``1.5M``,
+    ``10B``.
 
     Args:
         suffixes: accept k (10^3), M (10^6), B or G (10^9) and T (10^12), in either case.
@@ -31,7 +32,7 @@ def parse_count(text: str, *, suffixes: bool = True) -> int | None:
 
 
 def parse_percent(text: str) -> Decimal | None:
-    """The share that ``3%`` or ``0.5 %`` writes, in [0, 1]; None if the text is not a percentage."""
+    """Return the share that ``3%`` or ``0.5 %`` writes, in [0, 1]; None if the text is not a percentage."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text.strip())
     if found is None or not 0 <= Decimal(found[1]) <= 100:
         return None
@@ -43,7 +44,7 @@ _HOURS = {"m": 1 / 60, "h": 1.0, "d": 24.0}
 
 
 def is_deadline(text: str) -> bool:
-    """Whether :func:`hours_until` accepts ``text``."""
+    """Return whether :func:`hours_until` accepts ``text``."""
     if (found := _DURATION.fullmatch(text.strip())) is not None:
         return float(found[1]) > 0
     try:
@@ -54,19 +55,21 @@ def is_deadline(text: str) -> bool:
 
 
 def hours_until(text: str, now: datetime) -> float:
-    """Hours from ``now`` to a deadline: ``90m``, ``36h``, ``2d``, or a date and time as in ISO 8601, local if
-    it has no offset; negative if it is past.
+    """Return the hours from ``now`` to a deadline: ``90m``, ``36h``, ``2d``, or a date and time as in ISO
+    8601, local if it has no offset; negative if it is past.
     """
     if (found := _DURATION.fullmatch(text.strip())) is not None:
         return float(found[1]) * _HOURS[found[2]]
     return (datetime.fromisoformat(text.strip()).astimezone() - now.astimezone()).total_seconds() / 3600
 
 
-def parse_moment(text: str) -> datetime | None:
-    """The date and time that ``text`` writes as in ISO 8601; None if it has no time or no time zone."""
+def parse_timestamp(text: str) -> datetime | None:
+    """Return the date and time that ``text`` writes as in ISO 8601; None if it has no time or no time
+    zone.
+    """
     text = text.strip()
     try:
-        moment = datetime.fromisoformat(text)
+        timestamp = datetime.fromisoformat(text)
     except ValueError:
         return None
-    return moment if moment.tzinfo is not None and len(text) > len("2027-01-31") else None
+    return timestamp if timestamp.tzinfo is not None and len(text) > len("2027-01-31") else None

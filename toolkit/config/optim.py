@@ -116,6 +116,6 @@ class ScheduleConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up. In a plan's configuration a share is resolved: plan/length.py."""
+        """Steps of warm-up. In a plan's configuration a share is resolved: plan/train_steps.py."""
         assert not isinstance(self.warmup, str), f"the plan resolves schedule.warmup={self.warmup}"
         return self.warmup

@@ -16,11 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.commands import command_line, in_this_form
-from toolkit.config import keys, search
+from toolkit.config import keys, search_path
 from toolkit.config.mistakes import unknown_key, unreadable, wrong_value
 from toolkit.config.numbers import parse_count
 from toolkit.config.roots import RUN, ConfigRoot
-from toolkit.config.search import EXPERIMENT
+from toolkit.config.search_path import EXPERIMENT
 from toolkit.errors import ConfigError, Problem
 
 CONFIG_DIR = ("--config-dir", "-cd")
@@ -34,7 +34,7 @@ LAUNCHER_OPTIONS = {
     "--nnodes": "torchrun",
 }
 DEEPSPEED_KEYS = "engine.deepspeed"
-LENGTHS = ("train.steps", "train.tokens", "train.epochs")  # one of them decides the length of a run
+DURATIONS = ("train.steps", "train.tokens", "train.epochs")  # one of them decides the length of a run
 # Keys whose values may have a suffix: 10k, 2M. In sizes of a model or a sequence, 4k could mean 4096.
 COUNTS = (
     "train.steps",
@@ -77,7 +77,7 @@ def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedO
         ConfigError: with a problem for each invalid argument.
     """
     plain, own, problems = split_options(arguments)
-    parsed = ParsedOverrides(search.folders(own))
+    parsed = ParsedOverrides(search_path.folders(own))
     checker = _Checker(parsed.search, root)
     below: list[Override] = []
     for argument in plain:
@@ -104,7 +104,7 @@ def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedO
         else:
             parsed.overrides.append(_for_hydra(override, root))
     if root is RUN:
-        resets, found = _one_length(parsed.overrides)
+        resets, found = _reset_other_durations(parsed.overrides)
         problems += found
         parsed.overrides += resets
     if parsed.deepspeed_file is not None:
@@ -115,8 +115,8 @@ def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedO
 
 
 def overridden_keys(arguments: Sequence[str]) -> frozenset[str]:
-    """The keys that ``arguments`` set by name, or by choosing an option of a group: ``zero=stage3`` sets all
-    keys of the section ``zero``. Experiments and options such as ``--config-dir`` set none.
+    """Return the keys that ``arguments`` set by name, or by choosing an option of a group: ``zero=stage3``
+    sets all keys of the section ``zero``. Experiments and options such as ``--config-dir`` set none.
     """
     names = {
         argument.partition("=")[0].lstrip("+~") for argument in arguments if not argument.startswith("-")
@@ -163,20 +163,24 @@ def _long(text: str, root: ConfigRoot) -> str:
     return f"{name}={value}"
 
 
-def _one_length(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Overrides that reset the other lengths, which a file may set, and a problem if there are several."""
+def _reset_other_durations(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Return overrides that reset the other durations, which a file may set, and a problem if several are
+    set.
+    """
     values = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
-    given = [name for name in LENGTHS if values.get(name, "null") != "null"]
+    given = [name for name in DURATIONS if values.get(name, "null") != "null"]
     if len(given) > 1:
         seen = " ".join(f"{name}={values[name]}" for name in given)
         rule = "one of train.steps, train.tokens and train.epochs decides the length of a run"
         return [], [Problem(given[1], seen, rule, f"write only {given[0]}={values[given[0]]}")]
-    resets = [f"{name}=null" for name in LENGTHS[1:] if given and name not in values]
+    resets = [f"{name}=null" for name in DURATIONS[1:] if given and name not in values]
     return resets, []
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Problem]]:
-    """Arguments without options that begin with a dash, the user's configuration folder, and problems."""
+    """Return arguments without options that begin with a dash, the user's configuration folder, and
+    problems.
+    """
     plain: list[str] = []
     problems: list[Problem] = []
     own: Path | None = None
@@ -228,7 +232,7 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], Path | None, lis
 
 
 def _for_hydra(override: Override, root: ConfigRoot) -> str:
-    """The override as Hydra needs it.
+    """Return the override as Hydra needs it.
 
     A setting below an open key may exist already, from an experiment's file, so it is added or changed. For a
     key of type text, ``007`` and ``1e3`` are text and not the numbers 7 and 1000.
@@ -248,7 +252,9 @@ def _for_hydra(override: Override, root: ConfigRoot) -> str:
 
 @cache
 def default_config(root: ConfigRoot = RUN) -> DictConfig:
-    """The schema with its defaults as an OmegaConf object. Callers must copy it before they modify it."""
+    """Return the schema with its defaults as an OmegaConf object. Callers must copy it before they modify
+    it.
+    """
     return OmegaConf.structured(root.kind)
 
 
@@ -256,7 +262,7 @@ class _Checker:
     def __init__(self, folders: Sequence[Path], root: ConfigRoot) -> None:
         self.folders = folders
         self.root = root
-        self.groups = search.groups(folders) if root.groups is None else root.groups
+        self.groups = search_path.groups(folders) if root.groups is None else root.groups
 
     def check(self, override: Override) -> Iterator[Problem]:
         name, text = override.key_or_group, override.input_line or ""
@@ -304,7 +310,7 @@ class _Checker:
 
     def _group(self, override: Override) -> Iterator[Problem]:
         name, text = override.key_or_group, override.input_line or ""
-        choices = search.options(self.folders, name)
+        choices = search_path.options(self.folders, name)
         if override.type is OverrideType.DEL:
             yield Problem(
                 name,
@@ -316,7 +322,7 @@ class _Checker:
         value = override.value()
         choice = value if isinstance(value, str) else (text.partition("=")[2])
         if choice not in choices:
-            near = search.nearest_option(choice, choices)
+            near = search_path.nearest_option(choice, choices)
             plus = "+" if name == EXPERIMENT else ""
             yield Problem(
                 name,

@@ -52,7 +52,7 @@ class PlanArguments:
             self.deadline is None or self.advise,
             "deadline",
             self.deadline,
-            "a deadline belongs to an advice",
+            "a deadline limits the search of advise=true",
             "write advise=true, or leave it out",
         )
         check(

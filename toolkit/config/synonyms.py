@@ -272,7 +272,7 @@ def find_synonym(name: str, value: str | None) -> tuple[str | None, str] | None:
 
 
 def words_for(by_value: Mapping[str, str], value: str | None) -> str:
-    """The words of ``by_value`` for ``value``; for an unknown value all of them, as a choice."""
+    """Return the words of ``by_value`` for ``value``; for an unknown value all of them, as a choice."""
     if value is not None:
         exact = by_value.get(value.strip("'\"").lower())
         if exact is not None:

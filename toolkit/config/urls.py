@@ -27,7 +27,7 @@ def is_url(path: str | Path) -> bool:
 
 
 def credentials_remedy(url: str) -> str:
-    """A remedy that names the environment variables with the credentials for ``url``."""
+    """Return a remedy that names the environment variables with the credentials for ``url``."""
     known = _CREDENTIALS.get(url.partition("://")[0])
     if known is None:
         return "serve the folder without a login, or copy it to an object store with credentials"
@@ -43,7 +43,7 @@ def shown(url: str) -> str:
 
 
 def url_problem(key: str, path: str) -> Problem | None:
-    """The problem of ``path``, the value of ``key``, as a URL. Local paths have none."""
+    """Return the problem of ``path``, the value of ``key``, as a URL. Local paths have none."""
     if not is_url(path):
         return None
     seen, scheme = f"{key}={shown(path)}", path.partition("://")[0]

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.data.digest import FileDigest, check_file_size, damaged_file
-from toolkit.data.errors import data_path_error
 from toolkit.paths import Location
+from toolkit.remote.errors import DATA
 from toolkit.remote.storage import Buffer, ByteRange, StoreFolder
 
 Ints = npt.NDArray[np.int64]
@@ -223,7 +223,7 @@ class CheckedReader:
             at = self._first_damaged_byte(whole[number], content, sums)
             if at is not None:
                 name, end = whole[number].name, min(at + BLOCK, self._sizes[whole[number].name])
-                raise data_path_error(
+                raise DATA.error(
                     f"{self._location / name}: bytes {at} to {end} came twice with another hash",
                     f"a block has the hash in {_sums_name(name)}",
                     "restore the file, or prepare the data again",

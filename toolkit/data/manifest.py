@@ -13,7 +13,6 @@ from typing import Any
 import xxhash
 
 from toolkit.data.digest import FileDigest
-from toolkit.data.errors import data_path_error
 from toolkit.data.manifest_file import (
     MANIFEST_NAME,
     TOKENS_KIND,
@@ -25,6 +24,7 @@ from toolkit.data.manifest_file import (
 from toolkit.errors import InputError, Problem
 from toolkit.files import user_cache, write_whole
 from toolkit.paths import Location, UnsafePath, Url, relative_name
+from toolkit.remote.errors import DATA
 from toolkit.remote.storage import open_folder, parse_location
 
 FORMAT_VERSION = 3
@@ -136,12 +136,12 @@ class DataManifest:
         return str(self.url or self.folder)
 
     def split(self, name: str) -> TokenSplit:
-        """Raises InputError naming the available splits if there is no split ``name``."""
+        """Return the split ``name``. Raises InputError naming the available splits if there is none of this
+        name.
+        """
         if name not in self.splits:
             remedy = f"use one of: {', '.join(sorted(self.splits))}"
-            raise data_path_error(
-                f"split {name} of {self.location}", "the data folder holds the split", remedy
-            )
+            raise DATA.error(f"split {name} of {self.location}", "the data folder holds the split", remedy)
         return self.splits[name]
 
 
@@ -204,7 +204,7 @@ def _fetch_tokenizer(manifest: DataManifest) -> None:
         if expected not in (None, seen):
             rule = f"the stored tokenizer is the one that encoded the tokens: xxh3 {expected}"
             remedy = "put back the tokenizer that encoded the tokens, or prepare the data again"
-            raise data_path_error(f"{manifest.url / name}: xxh3 {seen}", rule, remedy)
+            raise DATA.error(f"{manifest.url / name}: xxh3 {seen}", rule, remedy)
     try:
         for name, content in contents.items():
             manifest.file(name).parent.mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ def find_generation(path: str | Path, tokenizer: str) -> DataManifest:
             manifest = read_manifest(folder)
             if manifest.tokenizer.hash == tokenizer:
                 return manifest
-    raise data_path_error(
+    raise DATA.error(
         f"data.path={path} has no tokenizer of hash {tokenizer}",
         "text is encoded with the tokenizer that the model was trained with",
         "name the folder that has it",

@@ -10,10 +10,10 @@ from typing import Any
 import xxhash
 
 from toolkit.commands import command_line
-from toolkit.data.errors import data_path_error
 from toolkit.errors import InputError
 from toolkit.files import write_whole
 from toolkit.paths import Location, UnsafePath, Url, inside
+from toolkit.remote.errors import DATA
 from toolkit.remote.storage import open_folder, parse_location
 
 MANIFEST_NAME = "manifest.json"
@@ -52,7 +52,7 @@ def resolve_file(folder: Path, name: str) -> Path:
     try:
         return inside(folder, name)
     except UnsafePath as error:
-        raise data_path_error(
+        raise DATA.error(
             f"{folder}: {error}",
             "the files of a data folder lie in it",
             "put the file itself there, or prepare the data again",
@@ -83,7 +83,7 @@ def read_manifest_file(
     found_kind = content.get("kind", TOKENS_KIND)
     if found_kind != kind:
         seen, rule = f"data.path={path} holds {found_kind}", f"the kind of data chosen reads {kind}"
-        raise data_path_error(
+        raise DATA.error(
             seen, rule, f"write {OPTION_THAT_READS.get(str(found_kind), 'the option of data= that reads it')}"
         )
     version = content.get("format_version")
@@ -93,11 +93,11 @@ def read_manifest_file(
             f"format_version={version} in {file}",
             f"this toolkit reads data of format versions {versions}",
         )
-        raise data_path_error(seen, rule, "prepare the data again")
+        raise DATA.error(seen, rule, "prepare the data again")
     if version == readable[-1] or MANIFEST_HASH_KEY in content:  # earlier formats have no hash
         expected, seen = content.get(MANIFEST_HASH_KEY), hash_manifest(content)
         if seen != expected:
-            raise data_path_error(
+            raise DATA.error(
                 f"{file}: its content has xxh3 {seen}",
                 f"its {MANIFEST_HASH_KEY} is {expected}",
                 f"restore {MANIFEST_NAME} as it was written, or prepare the data again",
@@ -111,19 +111,19 @@ def _read_json(path: str | Path, remedy: str = HOW_TO_MAKE[TOKENS_KIND]) -> tupl
     try:
         text = open_folder(path).read_bytes(MANIFEST_NAME) if isinstance(file, Url) else file.read_bytes()
     except OSError as error:
-        raise data_path_error(
+        raise DATA.error(
             f"data.path={path}: {error}", f"a data folder holds {MANIFEST_NAME}", remedy
         ) from error
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise data_path_error(f"{file}: {error}", "the manifest is JSON", "prepare the data again") from error
+        raise DATA.error(f"{file}: {error}", "the manifest is JSON", "prepare the data again") from error
     if not isinstance(content, dict):
         raise incomplete_manifest(file, TypeError(type(content).__name__))
     return file, content
 
 
 def incomplete_manifest(file: Location, error: Exception) -> InputError:
-    """The error for a manifest with a missing or invalid field."""
+    """Return the error for a manifest with a missing or invalid field."""
     seen = f"{file}: {type(error).__name__} {error}"
-    return data_path_error(seen, "the manifest has every field of its format", "prepare the data again")
+    return DATA.error(seen, "the manifest has every field of its format", "prepare the data again")

@@ -99,7 +99,7 @@ class RunData:
 
 @dataclass(frozen=True, slots=True)
 class DataKind:
-    """How a run prepares and opens one kind of data.
+    """The functions that prepare and open one kind of data.
 
     Attributes:
         prepare: (configuration, embedding rows if the plan determines them, progress) -> the folder to open.

@@ -11,7 +11,8 @@ from toolkit.errors import InputError, Problem
 
 
 def samples_per_epoch(config: RunConfig) -> int:
-    """The samples of one epoch, at most ``data.max_samples``. Reads the manifest; makes ``data=stdlib``.
+    """Return the samples of one epoch, at most ``data.max_samples``. Reads the manifest; makes
+    ``data=stdlib``.
 
     Raises:
         InputError: the data are absent, shorter than one sample, or of a kind without a known size.

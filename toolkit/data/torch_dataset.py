@@ -91,7 +91,9 @@ class StepDataset(IterableDataset[Array]):
         return self.state_at(self._next)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if the state is of other data, another order or another global batch."""
+        """Continue from ``state``. Raises CheckpointError if it is of other data, another order or another
+        global batch.
+        """
         self._stream.check_fingerprint(state["fingerprint"])
         step, samples = state["step"], self._stream.first_sample(state["step"])
         if samples != state["samples"]:

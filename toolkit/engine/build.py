@@ -9,11 +9,11 @@ from toolkit.checkpoint.shard import StateReader
 from toolkit.config.schema import EngineName
 from toolkit.engine.protocol import Engine, Objective
 from toolkit.plan.types import RunPlan
-from toolkit.step_parts import UNRECORDED, Recorder
+from toolkit.step_parts import NULL_RECORDER, Recorder
 
 
 def build_engine(
-    plan: RunPlan, objective: Objective, *, rank: int, local_rank: int, recorder: Recorder = UNRECORDED
+    plan: RunPlan, objective: Objective, *, rank: int, local_rank: int, recorder: Recorder = NULL_RECORDER
 ) -> Engine:
     """Build the engine with uninitialized weights. Collective.
 

@@ -305,7 +305,7 @@ class _CollectiveRecorder:
         return call.wait, call.wait
 
     def _coalesced_parts(self, calls: Sequence[_RecordedCall]) -> tuple[TimedPart | None, TimedPart | None]:
-        """As :meth:`_parts`, for several calls that start as one."""
+        """Return what :meth:`_parts` returns, for several calls that start as one."""
         recorder = self._recorder
         if recorder is None or not calls or not calls[0].axis or not recorder.is_recording():
             return None, None
@@ -317,7 +317,7 @@ class _CollectiveRecorder:
         return calls[-1].wait, calls[-1].wait
 
     def _direction(self, peer: int) -> str:
-        """The axis from this rank to ``peer``."""
+        """Return the axis from this rank to ``peer``."""
         direction = self._directions.get(peer)
         if direction is None:
             inside = max(self._rank, peer) < self._axes.size and self._rank != peer
@@ -354,7 +354,7 @@ def _group_ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 
 def _tensor_spec(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
-    """The number of tensors, and shape and dtype of the first; None if there is no tensor."""
+    """Return the number of tensors, and shape and dtype of the first; None if there is no tensor."""
     if isinstance(argument, torch.Tensor):  # the common case
         return 1, argument.shape, argument.dtype
     count = 1

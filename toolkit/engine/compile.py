@@ -68,7 +68,7 @@ def gather_whole_layers(module: nn.Module, plan: RunPlan) -> None:
 
 
 def compiled_layers(module: nn.Module, plan: RunPlan) -> list[nn.Module]:
-    """The layers of ``module``; a pipeline stage may have none.
+    """Return the layers of ``module``; a pipeline stage may have none.
 
     Raises:
         ConfigError: the model has none.

@@ -79,8 +79,8 @@ def _hash_output(hashes: ForwardHashes, name: str, module: nn.Module, inputs: ob
 
 
 def _hashed_modules(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules without children, each once. Of a compiled module only the output, because a hook inside
-    its graph would become part of it.
+    """Yield the modules without children, each once. Of a compiled module only the output, because a hook
+    inside its graph would become part of it.
     """
     if module in seen or module._compiled_call_impl is not None:
         return

@@ -48,7 +48,7 @@ from toolkit.models.loss_head import fuse_loss
 from toolkit.optimizers.base import StateLayout, has_evaluation_mode
 from toolkit.optimizers.torch_state import create_state, state_tensors
 from toolkit.plan.types import RunPlan
-from toolkit.step_parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
+from toolkit.step_parts import BACKWARD, FORWARD, NULL_RECORDER, OPTIMIZER, Recorder
 
 
 class LocalEngine:
@@ -61,7 +61,7 @@ class LocalEngine:
         *,
         rank: int = 0,
         local_rank: int = 0,
-        recorder: Recorder = UNRECORDED,
+        recorder: Recorder = NULL_RECORDER,
     ) -> None:
         assert plan.axes.size == 1, f"the local engine is one process, the plan has {plan.axes.size} ranks"
         self._plan, self._objective, self._recorder = plan, objective, recorder

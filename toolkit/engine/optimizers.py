@@ -59,7 +59,7 @@ def client_optimizer(plan: RunPlan) -> Any:
 
 
 def has_optimizer_state(reader: StateReader, states: Iterable[StateLayout]) -> bool:
-    """Whether ``reader`` has optimizer state, as opposed to weights only.
+    """Return whether ``reader`` has optimizer state, as opposed to weights only.
 
     Args:
         states: of each kind of parameters of this run's optimizer.
@@ -87,7 +87,7 @@ def has_optimizer_state(reader: StateReader, states: Iterable[StateLayout]) -> b
 
 
 def numbers_of(reader: StateReader) -> dict[str, Number]:
-    """The optimizer's numbers that a checkpoint has."""
+    """Return the optimizer's numbers that a checkpoint has."""
     found: dict[str, Number] = {}
     step, others = reader.scalars.get(OPTIMIZER_STEP), reader.scalars.get(OPTIMIZER_NUMBERS)
     if isinstance(step, int):
@@ -100,7 +100,7 @@ def numbers_of(reader: StateReader) -> dict[str, Number]:
 def number_scalars(
     parameters: Iterable[tuple[StateLayout, Mapping[str, Any]]], groups: Iterable[Mapping[str, Any]]
 ) -> dict[str, object]:
-    """The scalars of a checkpoint for the optimizer's numbers.
+    """Return the scalars of a checkpoint for the optimizer's numbers.
 
     The step count of the user's own class may have another meaning than that of Adam.
 
@@ -139,6 +139,8 @@ def spec_of(plan: RunPlan) -> OptimizerSpec:
 
 
 def master_or_weight_key(reader: StateReader, name: str) -> TensorKey:
-    """The key of the fp32 weight ``name``: the master if it was saved, since the weight may be rounded."""
+    """Return the key of the fp32 weight ``name``: the master if it was saved, since the weight may be
+    rounded.
+    """
     master = TensorKey(MASTER, name)
     return master if master in reader.tensors else TensorKey(WEIGHT, name)

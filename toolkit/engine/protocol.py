@@ -37,14 +37,18 @@ class Objective(Protocol):
     """Computes the loss of a micro-batch, so that engines are independent of the kind of samples."""
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
-        """The loss summed over the micro-batch's units (tokens of text): a differentiable fp32 scalar."""
+        """Return the loss summed over the micro-batch's units (tokens of text): a differentiable fp32
+        scalar.
+        """
 
     def eval_sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Sums over all units for evaluation: ``loss`` and other metrics, always under the same names."""
+        """Return sums over all units for evaluation: ``loss`` and other metrics, always under the same
+        names.
+        """
         return {LOSS: self.loss_sum(model, batch)}
 
     def units(self, batch: MicroBatch) -> int:
-        """The number of unmasked units. The loss is divided by their sum over the global batch."""
+        """Return the number of unmasked units. The loss is divided by their sum over the global batch."""
 
 
 def count_units(objective: Objective, batch: MicroBatch) -> int:
@@ -134,7 +138,7 @@ class Engine(Protocol):
         """Views of this rank's weights, master weights and optimizer tensors, for saving and loading."""
 
     def replica_sets(self) -> list[ReplicaSet]:
-        """The tensors that this rank shares with others after a step.
+        """Return the tensors that this rank shares with others after a step.
 
         Collective, because an engine may have to wait for weights that are still being gathered.
         """
@@ -154,5 +158,5 @@ class Engine(Protocol):
 
 
 def rank_device(device: Device, local_rank: int) -> torch.device:
-    """The device of a rank: its own GPU, or the CPU."""
+    """Return the device of a rank: its own GPU, or the CPU."""
     return torch.device("cuda", local_rank) if device is Device.CUDA else torch.device("cpu")

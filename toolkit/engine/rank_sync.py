@@ -69,7 +69,7 @@ def reach_consensus(own: StepConsensus, all_reduce_flags: FlagReduce) -> StepCon
 
 
 def single_rank_reduce(values: Sequence[int]) -> list[int]:
-    """The reduction of a single rank: return the values unchanged."""
+    """Return the values unchanged, which is their reduction over a single rank."""
     return list(values)
 
 

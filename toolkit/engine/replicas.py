@@ -17,7 +17,9 @@ EXPERT_STATE = "optimizer state of experts"
 
 
 def replicated_over_tensor(kind: str) -> str:
-    """The kind of tensors that tensor parallelism does not shard, so that tensor ranks store them too."""
+    """Return the kind of tensors that tensor parallelism does not shard, so that tensor ranks store them
+    too.
+    """
     return f"{kind} that tensor ranks share"
 
 

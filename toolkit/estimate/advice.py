@@ -70,7 +70,7 @@ class Advice:
     """
     Attributes:
         config: the user's run.
-        typed: keys that kept their values.
+        fixed: keys that kept their values.
         goal: what was minimized, and the limits of a step.
         best: best first; empty if no layout can run.
         missed: the limit that no layout meets, in a sentence; ``best`` then has the nearest.
@@ -78,7 +78,7 @@ class Advice:
     """
 
     config: RunConfig
-    typed: frozenset[str]
+    fixed: frozenset[str]
     goal: Goal
     best: tuple[AdvisedLayout, ...]
     missed: str | None
@@ -93,7 +93,7 @@ class Advice:
             world.device is Device.CUDA
             and self.config.model.source_key == "model.family"
             and not has_transformer_engine(world)
-            and "engine.name" not in self.typed
+            and "engine.name" not in self.fixed
         )
 
 
@@ -101,7 +101,7 @@ def advise(
     config: RunConfig,
     world: World,
     *,
-    typed: frozenset[str],
+    fixed: frozenset[str],
     hours: float | None = None,
     trace: Tracer | None = None,
 ) -> Advice:
@@ -109,7 +109,7 @@ def advise(
 
     Args:
         config: composed, with the sizes of ``model.pretrained``.
-        typed: keys that keep their values.
+        fixed: keys that keep their values.
         hours: the most that all steps may take, also by ``budget.until``.
         trace: traces a model without a family (train/trace.py), which has no advice otherwise.
 
@@ -122,7 +122,7 @@ def advise(
         raise PlanError(*(found for found in draft.problems() if found.severity is Severity.ERROR))
     limited = hours is not None or most_gpu_hours(config) is not None
     space = SearchSpace(
-        config=config, world=world, shape=draft.context.shape, typed=typed, fewer_nodes=limited
+        config=config, world=world, shape=draft.context.shape, fixed=fixed, fewer_nodes=limited
     )
     profile = load_profile(config.cluster, world)
     _check_predictable(config, profile)
@@ -135,7 +135,7 @@ def advise(
     evaluator = Evaluator(space, profile, traces)
     if traces is not None and evaluator.layouts:
         # A model that cannot be traced is refused here, rather than in the search.
-        traces.of(evaluator.layouts[0].recomputation, evaluator.layouts[0].micro_batch)
+        traces.get(evaluator.layouts[0].recomputation, evaluator.layouts[0].micro_batch)
     search = find_best(evaluator, goal)
     missed = None
     if not search.best and limited:
@@ -145,7 +145,7 @@ def advise(
     best = tuple(_advised(result) for result in search.best)
     return Advice(
         config=config,
-        typed=typed,
+        fixed=fixed,
         goal=goal,
         best=best,
         missed=missed,
@@ -154,41 +154,45 @@ def advise(
     )
 
 
-def override_words(advised: AdvisedLayout, config: RunConfig) -> list[str]:
-    """The arguments that turn ``config`` into the advised layout: ``engine=megatron parallel.tensor=2``."""
+def layout_overrides(advised: AdvisedLayout, config: RunConfig) -> list[str]:
+    """Return the arguments that turn ``config`` into the advised layout: ``engine=megatron
+    parallel.tensor=2``.
+    """
     layout, base = advised.layout, config
     changed = layout.apply(config)
-    words = []
+    overrides = []
     if changed.engine.name is not base.engine.name:
-        words.append(f"engine={changed.engine.name.value}")
+        overrides.append(f"engine={changed.engine.name.value}")
     for axis in ("tensor", "pipeline", "context", "expert"):
         if (size := getattr(changed.parallel, axis)) != getattr(base.parallel, axis):
-            words.append(f"parallel.{axis}={size}")
+            overrides.append(f"parallel.{axis}={size}")
     own = base.engine.megatron.get(VIRTUAL_KEY.rpartition(".")[2])
     if layout.virtual > 1 and own != layout.virtual:
-        words.append(f"{'+' * (own is None)}{VIRTUAL_KEY}={layout.virtual}")
+        overrides.append(f"{'+' * (own is None)}{VIRTUAL_KEY}={layout.virtual}")
     elif layout.virtual == 1 and own is not None:
-        words.append(f"~{VIRTUAL_KEY}")
+        overrides.append(f"~{VIRTUAL_KEY}")
     if layout.zero != base.zero.stage:
-        words.append(f"zero.stage={layout.zero}")
+        overrides.append(f"zero.stage={layout.zero}")
     for kind in ("optimizer", "parameters", "activations"):
         if (device := getattr(changed.offload, kind)) is not getattr(base.offload, kind):
-            words.append(f"offload.{kind}={device.value}")
+            overrides.append(f"offload.{kind}={device.value}")
     if layout.micro_batch != base.train.micro_batch:
-        words.append(f"train.micro_batch={layout.micro_batch}")
+        overrides.append(f"train.micro_batch={layout.micro_batch}")
     if layout.recomputation != base.train.activation_checkpointing:
-        words.append(f"train.activation_checkpointing={layout.recomputation}")
+        overrides.append(f"train.activation_checkpointing={layout.recomputation}")
     if changed.cluster.nodes != base.cluster.nodes:
-        words.append(f"cluster.nodes={changed.cluster.nodes}")
+        overrides.append(f"cluster.nodes={changed.cluster.nodes}")
     if changed.engine.deepspeed != base.engine.deepspeed:
-        words.append("+engine.deepspeed.data_types.grad_accum_dtype=fp32")
-    return words
+        overrides.append("+engine.deepspeed.data_types.grad_accum_dtype=fp32")
+    return overrides
 
 
 def _nearest(
     evaluator: Evaluator, goal: Goal, config: RunConfig, hours: float | None
 ) -> tuple[SearchResult, str | None]:
-    """The fastest layouts if no layout meets the deadline; the cheapest ones if none is within the budget."""
+    """Return the fastest layouts if no layout meets the deadline; the cheapest ones if none is within the
+    budget.
+    """
     if hours is not None:
         search = find_best(evaluator, Goal())
         if not search.best:
@@ -245,7 +249,7 @@ def _check_predictable(config: RunConfig, profile: HardwareProfile | None) -> No
 
 def _nothing_runs(evaluator: Evaluator, search: SearchResult) -> Problem:
     space = evaluator.space
-    kept = sorted(space.typed.intersection(LAYOUT_KEYS))
+    kept = sorted(space.fixed.intersection(LAYOUT_KEYS))
     own = evaluator.evaluate(layout_of(space.config, space.world))
     seen = f"{search.layouts} layouts on {space.world.ranks} ranks"
     refused = next((problem for problem in own.problems if problem.severity is Severity.ERROR), None)
@@ -331,7 +335,7 @@ def _alternatives(evaluator: Evaluator, goal: Goal, search: SearchResult) -> Ite
 
 
 def _smallest(evaluator: Evaluator, keep: Callable[[Layout], bool]) -> LayoutResult | None:
-    """The layout that needs least memory, of those that do not run."""
+    """Return the layout that needs least memory, of those that do not run."""
     kept = [layout for layout in evaluator.layouts if keep(layout)]
     least = min(kept, key=evaluator.least_bytes, default=None)
     return None if least is None else evaluator.evaluate(least)
@@ -380,7 +384,7 @@ def _does_not_fit(plan: RunPlan) -> str:
 
 
 def _slower_part(estimate: StepEstimate, best: StepEstimate) -> str | None:
-    """The part of the step that takes most longer than in the best layout."""
+    """Return the part of the step that takes most longer than in the best layout."""
     longer = {name: seconds - best.parts.get(name, 0.0) for name, seconds in estimate.parts.items()}
     name = max(longer, key=lambda part: longer[part], default=None)
     if name is None or longer[name] <= 0:

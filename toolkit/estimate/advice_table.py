@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import EngineName
-from toolkit.estimate.advice import GB, Advice, AdvisedLayout, override_words
+from toolkit.estimate.advice import GB, Advice, AdvisedLayout, layout_overrides
 from toolkit.estimate.cost import format_cost
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import Device, RunPlan
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def to_json(advice: Advice) -> dict[str, Any]:
-    """The advice in JSON types, with the units of the plan's JSON."""
+    """Return the advice in JSON types, with the units of the plan's JSON."""
     return {
         "format_version": 1,
         "missed": advice.missed,
@@ -40,7 +40,7 @@ def to_json(advice: Advice) -> dict[str, Any]:
 
 
 def format_advice(advice: Advice) -> RenderableType:
-    """The best layouts, the alternatives and how to run the first."""
+    """Return the best layouts, the alternatives and how to run the first."""
     from rich.console import Group
     from rich.text import Text
 
@@ -62,16 +62,20 @@ def format_advice(advice: Advice) -> RenderableType:
             " Megatron-core was planned without Transformer Engine: with it on the machines, write "
             "cluster.transformer_engine=2.11.0 and compare."
         )
-    words = override_words(first, advice.config)
+    overrides = layout_overrides(first, advice.config)
     parts += [Text(), Text(searched, style="dim")]
     parts.append(
-        Text(f"To run the first, add: {' '.join(words)}" if words else "The first is the run as configured.")
+        Text(
+            f"To run the first, add: {' '.join(overrides)}"
+            if overrides
+            else "The first is the run as configured."
+        )
     )
     return Group(*parts)
 
 
 def forecast_lines(advice: Advice) -> list[str]:
-    """The comment of the experiment's file: what is predicted for the first layout."""
+    """Return the comment of the experiment's file: what is predicted for the first layout."""
     first = advice.best[0]
     estimate, memory = first.estimate, first.plan.memory
     lines = [
@@ -86,7 +90,7 @@ def forecast_lines(advice: Advice) -> list[str]:
 
 
 def start_command(plan: RunPlan, arguments: str) -> str:
-    """The command that starts ``plan`` with ``arguments`` on its machines."""
+    """Return the command that starts ``plan`` with ``arguments`` on its machines."""
     world = plan.world
     if plan.config.engine.name is EngineName.local or world.device is Device.CPU:
         return f"python launch/train.py {arguments}"
@@ -100,7 +104,7 @@ def _entry(advised: AdvisedLayout, advice: Advice) -> dict[str, Any]:
     estimate, memory, layout = advised.estimate, advised.plan.memory, advised.layout
     return {
         "layout": str(layout),
-        "overrides": override_words(advised, advice.config),
+        "overrides": layout_overrides(advised, advice.config),
         "nodes": layout.nodes,
         "ranks": advised.plan.world.ranks,
         "step_seconds": estimate.seconds,

@@ -63,7 +63,7 @@ class BudgetForecast:
         return self.needed > self.limit.limit - self.limit.used
 
     def to_json(self) -> dict[str, Any]:
-        """All figures as JSON types; an infinite one is null."""
+        """Return all figures as JSON types; an infinite one is null."""
         needed = None if isinf(self.needed) else self.needed
         return {**asdict(self.limit), "needed": needed, "steps": self.steps}
 
@@ -98,8 +98,8 @@ def budget_limits(config: RunConfig, *, ranks: int, device_hours: float, now: da
                 per_hour=ranks,
             )
         )
-    if (moment := budget.moment) is not None:
-        hours = (moment - now).total_seconds() / HOUR
+    if (deadline := budget.deadline) is not None:
+        hours = (deadline - now).total_seconds() / HOUR
         limits.append(
             BudgetLimit(key="budget.until", value=budget.until or "", limit=hours, used=0.0, per_hour=1.0)
         )

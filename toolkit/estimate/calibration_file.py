@@ -116,7 +116,7 @@ def _read(file: Path, changed: int, size: int) -> Calibration:
 
 
 def _parse(content: Mapping[str, Any]) -> Calibration:
-    """Raise ValueError, TypeError or KeyError if the content is malformed."""
+    """Parse a calibration file. Raises ValueError, TypeError or KeyError if the content is malformed."""
     measured = content["measurements"]
     return Calibration(
         device=_text(content["device"]),

@@ -53,7 +53,7 @@ class Exposed:
 
 
 def hidden_behind(compute: float, collective: float, contention: float) -> float:
-    """Seconds by which a ``collective`` prolongs ``compute`` seconds that run at the same time.
+    """Return the seconds by which a ``collective`` prolongs ``compute`` seconds that run at the same time.
 
     It takes processors and memory bandwidth from the products that hide it: ``contention`` seconds for each
     of its seconds.
@@ -76,8 +76,8 @@ class Network:
         self._axes, self._call = plan.axes, profile.call_seconds
 
     def along(self, kind: Collective, size: float, *axes: Axis) -> float:
-        """Seconds of a collective of ``size`` bytes of the whole tensor, over ranks that differ along
-        ``axes``; 0 for a single rank.
+        """Return the seconds of a collective of ``size`` bytes of the whole tensor, over ranks that differ
+        along ``axes``; 0 for a single rank.
         """
         return self.over(kind, size, _group_along(axes, self._axes, self.topology.domain))
 
@@ -134,7 +134,9 @@ def layer_exchanges(
     backward: float,
     contention: float,
 ) -> LayerExchanges:
-    """The collectives inside a layer, whose products take ``backward`` seconds in the backward pass."""
+    """Return the collectives inside a layer, whose products take ``backward`` seconds in the backward
+    pass.
+    """
     megatron = plan.config.engine.name is EngineName.megatron
     stream = share.tokens * shape.hidden_size * share.element
     forward: dict[str, float] = {}
@@ -180,7 +182,7 @@ class EndExchanges:
 
 
 def end_exchanges(plan: RunPlan, shape: ModelShape, share: RankShare, network: Network) -> EndExchanges:
-    """The collectives of a vocabulary that tensor ranks divide.
+    """Return the collectives of a vocabulary that tensor ranks divide.
 
     Each rank embeds the tokens of its rows, and the results are summed. The cross-entropy exchanges the
     maximum, the sum and the target's logit of each token. Backward sums the gradient of the hidden states.
@@ -235,7 +237,7 @@ class StateExchanges:
 def state_exchanges(
     plan: RunPlan, network: Network, elements: float, experts: float, element: int
 ) -> StateExchanges:
-    """The exchanges of a rank with ``elements`` parameters, and ``experts`` that fewer ranks share.
+    """Return the exchanges of a rank with ``elements`` parameters, and ``experts`` that fewer ranks share.
 
     Args:
         element: bytes of an element.
@@ -274,7 +276,9 @@ def state_exchanges(
 def _zero3_exchanges(
     plan: RunPlan, network: Network, whole: float, element: int, zero: Mapping[str, Any]
 ) -> StateExchanges:
-    """The exchanges of a rank with ``whole`` parameters under ZeRO 3, with DeepSpeed's settings ``zero``."""
+    """Return the exchanges of a rank with ``whole`` parameters under ZeRO 3, with DeepSpeed's settings
+    ``zero``.
+    """
     config = plan.config.zero
     compressed = element * (0.5 if config.quantized_weights else 1.0)
     # Small parameters stay gathered from step to step. The others stay from the forward to the backward pass
@@ -302,8 +306,8 @@ def _zero3_exchanges(
 
 
 def transfer_seconds(config: RunConfig, network: Network, elements: float, element: int) -> float:
-    """Seconds a step of moving gradients to the host and parameters back, for offloaded optimizer states of
-    ``elements`` parameters of the rank.
+    """Return the seconds per step in which gradients move to the host and parameters back, for offloaded
+    optimizer states of ``elements`` parameters of the rank.
     """
     if config.offload.optimizer is OffloadDevice.none:
         return 0.0

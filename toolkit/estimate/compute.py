@@ -31,7 +31,7 @@ TRACED_CALLS = 2
 
 
 def device_seconds(operators: Iterable[Operator], profile: HardwareProfile, element: int) -> float:
-    """Seconds of the device for the operators one after another.
+    """Return the seconds of the device for the operators one after another.
 
     Args:
         element: bytes of an element.
@@ -40,7 +40,9 @@ def device_seconds(operators: Iterable[Operator], profile: HardwareProfile, elem
 
 
 def host_seconds(operators: Iterable[Operator], profile: HardwareProfile) -> float:
-    """Seconds of the host to start the operators, which it does ahead of the device unless they are short."""
+    """Return the seconds of the host to start the operators, which it does ahead of the device unless they
+    are short.
+    """
     return sum(map(_started, operators)) * profile.host_seconds
 
 
@@ -59,7 +61,7 @@ def pass_seconds(
     hooks: float = 0.0,
     waits: float = 0.0,
 ) -> float:
-    """Seconds of computing in one pass, without waiting for collectives.
+    """Return the seconds of computing in one pass, without waiting for collectives.
 
     A GPU executes operators while the host starts the next ones, also during collectives. A CPU rank does one
     after the other.
@@ -85,7 +87,7 @@ def _seconds(operator: Operator, profile: HardwareProfile, element: int) -> floa
 
 
 def matmul_seconds(product: Matmul, profile: HardwareProfile, element: int) -> float:
-    """Seconds of the product, launch included."""
+    """Return the seconds of the product, launch included."""
     rate = profile.matmul_rate(element, fp8=product.fp8)
     size = 1 if product.fp8 else element
     rows, columns, inner = product.rows, product.columns, product.inner
@@ -109,7 +111,7 @@ def matmul_seconds(product: Matmul, profile: HardwareProfile, element: int) -> f
 
 
 def attention_seconds(operator: FusedAttention, profile: HardwareProfile, element: int) -> float:
-    """Seconds of a fused attention kernel.
+    """Return the seconds of a fused attention kernel.
 
     Its rate rises with the length, because the start and the end of a row of tiles cost the same, and falls
     with heads narrower than 128, because the softmax then costs more of the time.
@@ -123,7 +125,8 @@ def attention_seconds(operator: FusedAttention, profile: HardwareProfile, elemen
 
 
 def traced_seconds(operator: TracedCalls, profile: HardwareProfile, element: int) -> float:
-    """Seconds of the calls at the rate of large products, or at the bandwidth, whichever takes longer.
+    """Return the seconds of the calls at the rate of large products, or at the bandwidth, whichever takes
+    longer.
 
     A trace has no shapes, so tiles and waves do not count.
     """

@@ -43,7 +43,7 @@ class RunCost:
     assumptions: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """All attributes as JSON types; unknown ones are null."""
+        """Return all attributes as JSON types; unknown ones are null."""
         return {**asdict(self), "assumptions": list(self.assumptions)}
 
 

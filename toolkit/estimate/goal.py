@@ -36,7 +36,7 @@ class Goal:
 
 
 def make_goal(config: RunConfig, world: World, hours: float | None) -> Goal:
-    """The fastest layout, or the cheapest that ends within ``hours``; both within ``config.budget``.
+    """Return the fastest layout, or the cheapest that ends within ``hours``; both within ``config.budget``.
 
     Args:
         hours: for all steps.
@@ -49,7 +49,7 @@ def make_goal(config: RunConfig, world: World, hours: float | None) -> Goal:
             Problem(
                 "deadline",
                 f"the deadline was {-hours:.3g} hours ago",
-                "a deadline is in the future",
+                "a deadline must be in the future",
                 "write a later one: deadline=36h, or a later budget.until",
             )
         )

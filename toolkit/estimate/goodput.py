@@ -60,7 +60,7 @@ class GoodputEstimate:
     assumptions: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """All attributes as JSON types; an infinite wall time is null."""
+        """Return all attributes as JSON types; an infinite wall time is null."""
         wall = None if isinf(self.wall) else self.wall
         return {**asdict(self), "wall": wall, "assumptions": list(self.assumptions)}
 
@@ -99,7 +99,9 @@ def estimate_goodput(plan: RunPlan, step: StepEstimate) -> GoodputEstimate | Non
 
 
 def save_interval(plan: RunPlan, step: StepEstimate) -> float:
-    """Seconds of training between two saves by ``checkpoint.every``; infinite if there are none."""
+    """Return the seconds of training between two saves by ``checkpoint.every``; infinite if there are
+    none.
+    """
     cadence = parse_cadence(plan.config.checkpoint.every)
     if cadence.auto:
         return choose_interval(first_costs(plan))

@@ -57,7 +57,9 @@ def neighbours(config: RunConfig, changes: Changes, fixed: Container[str] = ()) 
 
 
 def can_divide(config: RunConfig, world: World) -> bool:
-    """Whether the ranks and the global batch can be divided, which is cheap to check before planning."""
+    """Return whether the ranks and the global batch can be divided, which is cheap to check before
+    planning.
+    """
     parallel = config.parallel
     data, rest = divmod(world.ranks, parallel.tensor * parallel.pipeline * parallel.context)
     return rest == 0 and config.train.global_batch % (data * (config.train.micro_batch or 1)) == 0

@@ -156,14 +156,14 @@ class SearchSpace:
         config: the user's run, a starting point.
         world: the machines; a layout has at most its nodes.
         shape: of the model; None: a model that only data parallelism divides.
-        typed: keys that keep their values.
+        fixed: keys that keep their values.
         fewer_nodes: whether layouts on fewer nodes are included.
     """
 
     config: RunConfig
     world: World
     shape: ModelShape | None
-    typed: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()
     fewer_nodes: bool = False
 
     def layouts(self) -> Iterator[Layout]:
@@ -181,10 +181,10 @@ class SearchSpace:
         return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
 
     def _engines(self, ranks: int) -> list[EngineName]:
-        if "engine.name" in self.typed:
+        if "engine.name" in self.fixed:
             return [self.config.engine.name]
         for engine in (EngineName.deepspeed, EngineName.megatron):
-            if any(key.startswith(f"engine.{engine.value}") for key in self.typed):
+            if any(key.startswith(f"engine.{engine.value}") for key in self.fixed):
                 return [engine]
         engines = [EngineName.deepspeed]
         if self.shape is not None and get_optimizer(self.config.optim.name).not_on_megatron is None:
@@ -255,7 +255,7 @@ class SearchSpace:
     def _micro_batches(self, each: int) -> list[int]:
         """Divisors of a rank's samples of a step: powers of two, and the user's own value."""
         own = self.config.train.micro_batch
-        if "train.micro_batch" in self.typed:
+        if "train.micro_batch" in self.fixed:
             own = own or each
             return [own] if each % own == 0 else []
         sizes = {2**power for power in range(each.bit_length()) if each % 2**power == 0}
@@ -276,7 +276,7 @@ class SearchSpace:
     ) -> list[tuple[OffloadDevice, OffloadDevice]]:
         offload = self.config.offload
         own = (offload.optimizer, offload.parameters)
-        if "offload.optimizer" in self.typed or "offload.parameters" in self.typed:
+        if "offload.optimizer" in self.fixed or "offload.parameters" in self.fixed:
             return [own]
         on_gpus = self.world.device is Device.CUDA
         if engine is not EngineName.deepspeed or not on_gpus or not zero or axes["pipeline"] > 1:
@@ -293,8 +293,8 @@ class SearchSpace:
         return self._choices("train.activation_checkpointing", options)
 
     def _choices(self, key: str, options: list[Any]) -> list[Any]:
-        """Return ``options``, or the user's value of ``key`` if it was typed."""
-        if key not in self.typed:
+        """Return ``options``, or the user's value of ``key`` if it is fixed."""
+        if key not in self.fixed:
             return options
         value: Any = self.config
         for part in key.split("."):
@@ -303,6 +303,6 @@ class SearchSpace:
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
-    """The divisors of ``number`` up to ``most``, in rising order; at least 1."""
+    """Return the divisors of ``number`` up to ``most``, in rising order; at least 1."""
     largest = number if most is None else max(1, min(number, most))
     return [size for size in range(1, largest + 1) if number % size == 0]

@@ -119,7 +119,9 @@ def slowest(timings: Sequence[DeviceTimings]) -> DeviceTimings:
 
 
 def measurements_from_json(content: Mapping[str, Any]) -> MachineTimings:
-    """The inverse of ``asdict``. Raises ValueError, TypeError or KeyError if the content is malformed."""
+    """Build measurements from the JSON types of ``asdict``. Raises ValueError, TypeError or KeyError if the
+    content is malformed.
+    """
     device = dict(content["device"])
     device["gemms"] = tuple(_record(GemmTiming, row) for row in device["gemms"])
     device["attentions"] = tuple(_record(AttentionTiming, row) for row in device["attentions"])

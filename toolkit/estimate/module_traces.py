@@ -54,8 +54,8 @@ class ModuleTraces:
         """Recomputation and micro-batch of each trace that was made."""
         return tuple(self._traced)
 
-    def of(self, recomputation: str, micro_batch: int) -> ModuleTrace:
-        """The trace of a micro-batch with this ``train.activation_checkpointing``.
+    def get(self, recomputation: str, micro_batch: int) -> ModuleTrace:
+        """Return the trace of a micro-batch with this ``train.activation_checkpointing``.
 
         Raises:
             PlanError: the model cannot be traced.
@@ -70,13 +70,13 @@ class ModuleTraces:
         return self._exact(recomputation, micro_batch)
 
     def plan(self, config: RunConfig, world: World) -> RunPlan:
-        """As :func:`make_plan`, with the trace of a layout of the same run.
+        """Call :func:`make_plan` with the trace of a layout of the same run.
 
         Raises:
-            UserError: as :func:`make_plan` and :meth:`of`.
+            UserError: as :func:`make_plan` and :meth:`get`.
         """
         plan = make_plan(config, world)
-        trace = self.of(config.train.activation_checkpointing, plan.batch.micro_batch)
+        trace = self.get(config.train.activation_checkpointing, plan.batch.micro_batch)
         return make_plan(config, world, trace)
 
     def _line(self, recomputation: str) -> tuple[ModuleTrace, ModuleTrace, ModuleTrace] | None:
@@ -99,7 +99,7 @@ class ModuleTraces:
         return self._traced[key]
 
     def _plan_alone(self, recomputation: str, micro_batch: int) -> RunPlan:
-        """The plan of one micro-batch on one rank, which computes the same as a rank of any layout."""
+        """Return the plan of one micro-batch on one rank, which computes the same as a rank of any layout."""
         train = replace(
             self._config.train,
             micro_batch=micro_batch,
@@ -122,7 +122,7 @@ class ModuleTraces:
 
 
 def interpolate(low: ModuleTrace, high: ModuleTrace, micro_batch: int) -> ModuleTrace:
-    """The trace of ``micro_batch`` samples on the line through two others."""
+    """Return the trace of ``micro_batch`` samples on the line through two others."""
     share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
 
     def at(one: float, other: float) -> float:
@@ -170,7 +170,7 @@ def _agree(one: ModuleTrace, other: ModuleTrace) -> bool:
 
 
 def _figures(trace: ModuleTrace) -> tuple[float, ...]:
-    """What memory and time are computed from, except for the peak."""
+    """Return the figures from which memory and time are computed, except for the peak."""
     works = [*trace.forward_work.values(), *trace.backward_work.values()]
     return (
         trace.saved_bytes,

@@ -77,7 +77,7 @@ class Topology:
     switch_bandwidth: float | None = None
 
     def inside_bandwidth(self, ranks: int) -> float:
-        """Bytes per second of one of ``ranks`` ranks that communicate within a domain."""
+        """Return the bytes per second of one of ``ranks`` ranks that communicate within a domain."""
         if ranks >= self.mesh or ranks == 1:
             return self.inside.bandwidth
         return self.inside.bandwidth * (ranks - 1) / (self.mesh - 1)
@@ -121,7 +121,9 @@ def collective_seconds(kind: Collective, size: float, group: Group, topology: To
 
 
 def _bandwidth(group: Group, topology: Topology) -> float:
-    """Bytes per second of the rings of a group: those within a domain, or those of its network cards."""
+    """Return the bytes per second of the rings of a group: those within a domain, or those of its network
+    cards.
+    """
     inside = topology.inside_bandwidth(group.per_domain)
     cards = group.per_domain * topology.between.bandwidth
     if group.domains == 1:
@@ -141,14 +143,18 @@ def _all_reduce(size: float, group: Group, topology: Topology) -> float:
 
 
 def _ring(size: float, group: Group, topology: Topology) -> float:
-    """One pass around the ring: an all-gather, a reduce-scatter, or half of an all-reduce."""
+    """Return the seconds of one pass around the ring: an all-gather, a reduce-scatter, or half of an
+    all-reduce.
+    """
     steps, between = group.ranks - 1, group.domains - 1
     latency = (steps - between) * topology.inside.latency + between * topology.between.latency
     return latency + size * steps / group.ranks / _bandwidth(group, topology)
 
 
 def _tree(size: float, group: Group, topology: Topology) -> float:
-    """``size`` bytes through each rank: a chain within each domain and a tree between them, up and down."""
+    """Return the seconds in which ``size`` bytes go through each rank: a chain within each domain and a tree
+    between them, up and down.
+    """
     latency = (group.per_domain - 1) * topology.inside.latency
     latency += ceil(log2(group.domains)) * topology.between.latency
     return 2 * latency + size / _bandwidth(group, topology)
@@ -182,7 +188,7 @@ def _all_to_all(size: float, group: Group, topology: Topology) -> float:
 
 
 def group_along(along: Collection[Axis], axes: Axes, domain: int) -> Group:
-    """The group of ranks that differ along these axes only.
+    """Return the group of ranks that differ along these axes only.
 
     Args:
         domain: ``Topology.domain``. Where the groups lie differently in the domains, the result is the one
@@ -201,8 +207,8 @@ def group_along(along: Collection[Axis], axes: Axes, domain: int) -> Group:
 
 
 def strided_group(ranks: int, stride: int, world: int, domain: int) -> Group:
-    """A group of every ``stride``-th rank of ``world``: the experts' ranks, or those of ZeRO's node-local
-    shards.
+    """Return a group of every ``stride``-th rank of ``world``: the experts' ranks, or those of ZeRO's
+    node-local shards.
     """
     block = ranks * stride
     bases = {(first + inner) % domain for first in range(0, world, block) for inner in range(stride)}
@@ -211,7 +217,7 @@ def strided_group(ranks: int, stride: int, world: int, domain: int) -> Group:
 
 @cache
 def _placed(offsets: tuple[int, ...], bases: tuple[int, ...], domain: int) -> Group:
-    """The group of ranks ``base + offset`` with the fewest ranks in one of its domains.
+    """Return the group of ranks ``base + offset`` with the fewest ranks in one of its domains.
 
     Groups repeat from domain to domain, so ``bases`` are less than ``domain``.
     """

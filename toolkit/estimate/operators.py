@@ -188,7 +188,7 @@ def get_norm(shape: ModelShape) -> NormKind:
 
 
 def layer_work(shape: ModelShape, share: RankShare, weights: float = 0.0) -> Work:
-    """One decoder layer.
+    """Return the work of one decoder layer.
 
     Args:
         weights: bytes that its gradients of weights move, apart from the products that compute them.
@@ -227,7 +227,7 @@ def layer_work(shape: ModelShape, share: RankShare, weights: float = 0.0) -> Wor
 
 
 def head_work(shape: ModelShape, share: RankShare) -> Work:
-    """Final norm, output layer and cross-entropy.
+    """Return the work of the final norm, the output layer and the cross-entropy.
 
     The plain loss writes logits, converts them to fp32, and reads them for the maximum, the sum and the
     target; backward writes their gradient. The fused loss does the same in chunks, with fewer passes.
@@ -245,13 +245,13 @@ def head_work(shape: ModelShape, share: RankShare) -> Work:
 
 
 def embedding_work(shape: ModelShape, share: RankShare) -> Work:
-    """Look-up of rows, and the sum of gradients into the table."""
+    """Return the work of looking up rows, and of adding their gradients to the table."""
     rows = share.tokens * shape.hidden_size * share.element
     return _elementwise(2 * rows, 3 * rows, 2)
 
 
 def optimizer_work(elements: float, element: int, *, fused: bool) -> Elementwise:
-    """The update of ``elements`` parameters with weights of ``element`` bytes and two moments.
+    """Return the work of updating ``elements`` parameters with weights of ``element`` bytes and two moments.
 
     Gradients are read for the norm and for the update, master weights and moments are read and written, and
     16-bit weights are written. Without a fused kernel, each elementwise step of Adam reads and writes its
@@ -262,7 +262,9 @@ def optimizer_work(elements: float, element: int, *, fused: bool) -> Elementwise
 
 
 def _linear(rows: float, columns: float, inner: float, share: RankShare, count: float = 1) -> Work:
-    """A linear layer. Its backward pass computes the gradients of its input and of its weight."""
+    """Return the work of a linear layer. Its backward pass computes the gradients of its input and its
+    weight.
+    """
     products = Work(
         (Matmul(rows, columns, inner, count, share.fp8),),
         (Matmul(rows, inner, columns, count, share.fp8), Matmul(inner, columns, rows, count, share.fp8)),
@@ -274,7 +276,7 @@ def _linear(rows: float, columns: float, inner: float, share: RankShare, count: 
 
 
 def _elementwise(forward: float, backward: float, kernels: int = 1) -> Work:
-    """Kernels that move ``forward`` bytes, and as many that move ``backward`` bytes."""
+    """Return the work of kernels that move ``forward`` bytes, and of as many that move ``backward`` bytes."""
     return Work((Elementwise(forward, kernels),), (Elementwise(backward, kernels),))
 
 
@@ -284,7 +286,7 @@ def _norm(size: float, *, fused: bool) -> Work:
 
 
 def attention_work(shape: ModelShape, share: RankShare) -> Work:
-    """Attention of all heads of the rank, over whole sequences.
+    """Return the work of the attention of all heads of the rank, over whole sequences.
 
     Causal kernels skip the masked half; ``eager`` and kernels with a mask of all pairs do not. Eager stores
     and reads the weights of all pairs: a product, a masked softmax in fp32 and a copy in 16 bits, and a

@@ -162,7 +162,7 @@ def device_name(world: World) -> str | None:
 
 
 def profile_from_json(name: str, values: Mapping[str, Any]) -> HardwareProfile:
-    """The profile of ``values``, which may leave out what the data sheet of GPU ``name`` has.
+    """Return the profile of ``values``, which may leave out what the data sheet of GPU ``name`` has.
 
     Raises:
         TypeError: a value is missing or has an unknown name.
@@ -173,7 +173,7 @@ def profile_from_json(name: str, values: Mapping[str, Any]) -> HardwareProfile:
 
 
 def values_of(profile: HardwareProfile) -> dict[str, float]:
-    """The values of a profile, as :func:`profile_from_json` takes them."""
+    """Return the values of a profile, as :func:`profile_from_json` takes them."""
     return {field.name: getattr(profile, field.name) for field in fields(profile) if field.name != "name"}
 
 

@@ -62,7 +62,7 @@ class SaveCosts:
 
 
 def choose_interval(costs: SaveCosts) -> float:
-    """Seconds of training between two saves with ``checkpoint.every=auto``."""
+    """Return the seconds of training between two saves with ``checkpoint.every=auto``."""
     best = MAX_SECONDS
     if not isinf(costs.between_failures):
         best = optimal_interval(costs.save, costs.between_failures)
@@ -71,7 +71,7 @@ def choose_interval(costs: SaveCosts) -> float:
 
 
 def mean_between_failures(prior: float, observed: float, failures: int) -> float:
-    """Mean seconds between failures after ``failures`` in ``observed`` seconds.
+    """Return the mean seconds between failures after ``failures`` in ``observed`` seconds.
 
     The rate has a Gamma distribution that is worth one failure in ``prior`` seconds (shape 1, rate
     ``prior``). The mean of its posterior is (1 + failures) / (prior + observed) per second.
@@ -80,8 +80,8 @@ def mean_between_failures(prior: float, observed: float, failures: int) -> float
 
 
 def prior_between_failures(plan: RunPlan) -> float:
-    """Seconds between failures of the run, as ``checkpoint.every=auto`` expects them before it has seen
-    any.
+    """Return the seconds between failures of the run, as ``checkpoint.every=auto`` expects them before it has
+    seen any.
     """
     hours = plan.config.cluster.node_mtbf_hours
     if hours is None:
@@ -138,8 +138,8 @@ def useful_share(interval: float, save: float, restart: float, between_failures:
 
 
 def optimal_interval(save: float, between_failures: float) -> float:
-    """Seconds of training between two saves with the least wall time (Daly 2006, equation 37). It does not
-    depend on the cost of a restart.
+    """Return the seconds of training between two saves with the least wall time (Daly 2006, equation 37). It
+    does not depend on the cost of a restart.
 
     For saves that are short compared with the time between failures it is about ``sqrt(2 save
     between_failures)``: Young, "A first order approximation to the optimum checkpoint interval", 1974.

@@ -141,17 +141,19 @@ class Evaluator:
         return LayoutResult(layout=layout, plan=plan, estimate=estimate, problems=problems)
 
     def _trace(self, layout: Layout) -> ModuleTrace | None:
-        """The trace of a model without a family; None for a family's, and if ``_refused`` has the reason."""
+        """Return the trace of a model without a family; None for a family's, and if ``_refused`` has the
+        reason.
+        """
         if self._traces is None or layout.recomputation in self._refused:
             return None
         try:
-            return self._traces.of(layout.recomputation, layout.micro_batch)
+            return self._traces.get(layout.recomputation, layout.micro_batch)
         except UserError as error:
             self._refused[layout.recomputation] = tuple(error.problems)
             return None
 
     def least_seconds(self, layout: Layout, *, divided: bool = True) -> float:
-        """A lower bound of the predicted seconds of a step.
+        """Return a lower bound of the predicted seconds of a step.
 
         Args:
             divided: whether the time of one micro-batch is that of the layout's tensor and context ranks, or
@@ -162,7 +164,7 @@ class Evaluator:
         return TOLERANCE * seconds / stages * (accumulation + (stages - 1) / layout.virtual)
 
     def least_bytes(self, layout: Layout, *, divided: bool = True) -> float:
-        """A lower bound of a rank's memory on the device. ``divided``: see :meth:`least_seconds`."""
+        """Return a lower bound of a rank's memory on the device. ``divided``: see :meth:`least_seconds`."""
         _, stored = self._microbatch(layout, divided)
         stages = layout.pipeline
         share = min(self._accumulation(layout), stages) / stages
@@ -187,8 +189,9 @@ class Evaluator:
         return self.space.config.train.global_batch // (layout.micro_batch * self._data_ranks(layout))
 
     def _microbatch(self, layout: Layout, divided: bool) -> tuple[float, float]:
-        """Seconds and stored bytes of one micro-batch of the whole model on one group of tensor and context
-        ranks, with as many data ranks as expert parallelism needs; or a share of those of one rank.
+        """Return the seconds and stored bytes of one micro-batch of the whole model on one group of tensor
+        and context ranks, with as many data ranks as expert parallelism needs; or a share of those of one
+        rank.
         """
         tensor, context, expert = (layout.tensor, layout.context, layout.expert) if divided else (1, 1, 1)
         # Recomputation has a trace of its own, which is made only if layouts without it do not suffice.
@@ -295,7 +298,7 @@ def layout_kind(layout: Layout) -> tuple[object, ...]:
 
 
 def surely_fits(plan: RunPlan) -> bool:
-    """Whether ``plan`` fits in its device's memory with the margin of its uncertainty."""
+    """Return whether ``plan`` fits in its device's memory with the margin of its uncertainty."""
     verdict = judge_memory(plan.memory, plan.world)
     return verdict is None or verdict.fit is Fit.yes
 
@@ -340,7 +343,7 @@ class _Frontier:
         sizes.append((-layout.micro_batch, *_savings(layout)))
 
     def excludes(self, layout: Layout) -> bool:
-        """Whether a faster layout than ``layout`` runs, or one that needs less memory does not fit."""
+        """Return whether a faster layout than ``layout`` runs, or one that needs less memory does not fit."""
         mine = _savings(layout)
         runnable = self.runnable.get((*_structure(layout), layout.micro_batch), ())
         too_large = self.too_large.get(_structure(layout), ())
@@ -355,7 +358,9 @@ def _structure(layout: Layout) -> tuple[object, ...]:
 
 
 def _savings(layout: Layout) -> tuple[int, ...]:
-    """How much memory recomputation and offload of each kind save, as ranks: more is slower."""
+    """Return ranks of how much memory recomputation and offload of each kind save; a higher rank is
+    slower.
+    """
     again = {"none": 0, "selective": 1, "full": 1_000_000}
     every = layout.recomputation  # or every N-th block
     recomputed = again[every] if every in again else 2 + 100_000 // int(every)
@@ -396,7 +401,7 @@ class _StateSizes:
         )
 
     def least(self, layout: Layout, sharing: int) -> float:
-        """A lower bound of a rank's bytes; ``sharing``: data x context ranks."""
+        """Return a lower bound of a rank's bytes; ``sharing``: data x context ranks."""
         model_ranks = layout.tensor * layout.pipeline
         weights = (self.dense_weights + self.expert_weights / layout.expert) / model_ranks
         megatron = layout.engine is EngineName.megatron

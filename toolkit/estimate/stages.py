@@ -82,7 +82,7 @@ def sum_passes(passes: tuple[Pass, ...]) -> Pass:
 def pipeline_of_stages(
     plan: RunPlan, shape: ModelShape, share: RankShare, profile: HardwareProfile, network: Network
 ) -> list[Stage]:
-    """The stages of a family's model; one without pipeline parallelism."""
+    """Return the stages of a family's model; one without pipeline parallelism."""
     clock = DeviceClock(profile, share.element, 1.0 if plan.megatron is not None else profile.torch_layers)
     chunks = _chunks(plan, shape)
     elements = _rank_elements(plan, shape)
@@ -119,7 +119,8 @@ def pipeline_of_stages(
 
 
 def traced_stage(plan: RunPlan, trace: ModuleTrace, profile: HardwareProfile) -> Stage:
-    """The whole model, from a trace of its operators (models/trace.py) instead of the layers of a family.
+    """Return the only stage of a model from a trace of its operators (models/trace.py) instead of the layers
+    of a family.
 
     The trace has every operation of torch, so the layers are not slower than the sum of their operators.
     """
@@ -141,7 +142,7 @@ def _traced_calls(works: Mapping[str, OperatorWork], *, backward: bool) -> tuple
 
 
 def _owners(trace: ModuleTrace) -> set[str]:
-    """The modules of a trace that have parameters, and those around them."""
+    """Return the modules of a trace that have parameters, and those around them."""
     found = {""}
     for spec in trace.parameters:
         owner = spec.name.rpartition(".")[0]
@@ -152,7 +153,7 @@ def _owners(trace: ModuleTrace) -> set[str]:
 
 
 def _updated(plan: RunPlan, dense: float, experts: float) -> float:
-    """Parameters of a rank that its optimizer updates."""
+    """Return parameters of a rank that its optimizer updates."""
     ranks = plan.axes.data * plan.axes.context if plan.config.zero.stage else 1
     return dense / ranks + experts / max(1.0, ranks / plan.axes.expert)
 
@@ -236,7 +237,7 @@ def _recomputed(
 
 
 def _recomputed_modules(keys: Mapping[str, Any]) -> Sequence[str]:
-    """The submodules that Megatron-core recomputes; its own default is attention."""
+    """Return the submodules that Megatron-core recomputes; its own default is attention."""
     if keys.get("recompute_granularity") != "selective":
         return ()
     return keys.get("recompute_modules") or ("core_attn",)
@@ -254,7 +255,7 @@ def _recomputed_layers(plan: RunPlan, shape: ModelShape, chunk: range) -> int:
 
 
 def _fetches_modules(plan: RunPlan) -> bool:
-    """Whether the engine fetches the parameters of each module before its passes."""
+    """Return whether the engine fetches the parameters of each module before its passes."""
     return plan.deepspeed is not None and plan.config.zero.stage == 3
 
 

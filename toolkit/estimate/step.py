@@ -93,7 +93,7 @@ def estimate_step(plan: RunPlan, profile: HardwareProfile) -> StepEstimate | Non
 
 
 def why_no_estimate(plan: RunPlan, profile: HardwareProfile | None) -> str | None:
-    """Why the time of a step is not predicted; None if it is."""
+    """Return why the time of a step is not predicted; None if it is."""
     if plan.shape is not None and plan.config.task.target is not None:
         return "the operations of task.target are not known"
     if isinstance(plan.trace, NotTraced):
@@ -132,7 +132,7 @@ def _schedule(plan: RunPlan, virtual: int) -> PipelineSchedule:
 def _exposed_states(
     states: StateExchanges, forward: float, backward: float, micro_batches: int, contention: float
 ) -> float:
-    """Seconds a step that parameters and gradients are waited for."""
+    """Return the seconds per step spent waiting for parameters and gradients."""
     behind = states.gather_backward + (states.reduce if states.overlaps_reduce else 0.0)
     reduced = hidden_behind(backward, behind, contention) + (0.0 if states.overlaps_reduce else states.reduce)
     found = reduced * (micro_batches if states.every_micro_batch else 1)

@@ -30,7 +30,7 @@ PUBLISHED: dict[str, ModelConfig] = {
 
 
 def load_family(name: str) -> Family:
-    """The family called ``name``, or the one at the dotted path ``name``, which is registered.
+    """Return the family called ``name``, or the one at the dotted path ``name``, which is registered.
 
     Raises:
         ConfigError: there is nothing at the dotted path.
@@ -40,7 +40,8 @@ def load_family(name: str) -> Family:
 
 
 def resolve_shape_of(family: Family, model: ModelConfig) -> ModelShape:
-    """The shape of ``model`` in ``family``, whose name replaces a dotted path.
+    """Return the shape of ``model`` in ``family``. The family's name replaces a dotted path in the model's
+    configuration.
 
     Raises:
         PlanError: lists every missing or impossible size.
@@ -49,7 +50,7 @@ def resolve_shape_of(family: Family, model: ModelConfig) -> ModelShape:
 
 
 def get_family(name: str) -> Family:
-    """The family called ``name``. Raises PlanError that lists the families."""
+    """Return the family called ``name``. Raises PlanError that lists the families."""
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise PlanError(

@@ -155,19 +155,19 @@ class Family(Protocol):
         """Fill in optional sizes. Raises PlanError that lists every missing or impossible size."""
 
     def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
-        """Every stored parameter in ``state_dict`` order, without tied aliases."""
+        """Return every stored parameter in ``state_dict`` order, without tied aliases."""
 
     def tied_weights(self, shape: ModelShape) -> Mapping[str, str]:
         """Tied aliases: alias -> the canonical name under which the weight is stored."""
 
     def hub_tensors(self, shape: ModelShape) -> tuple[HubTensor, ...]:
-        """The tensors of the family's checkpoints on the hub."""
+        """Return the tensors of the family's checkpoints on the hub."""
 
     def megatron_tensors(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
-        """Every parameter of the Megatron-core model, with the boxes of canonical tensors in it."""
+        """Return every parameter of the Megatron-core model, with the boxes of canonical tensors in it."""
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        """Fields of Megatron-core's ``TransformerConfig`` that describe the architecture.
+        """Return fields of Megatron-core's ``TransformerConfig`` that describe the architecture.
 
         ``activation_func`` is a name: ``silu`` or ``gelu_tanh``. ``position_embedding_type`` and
         ``rotary_base`` are arguments of ``GPTModel``.
@@ -177,7 +177,7 @@ class Family(Protocol):
         """Implementations state formula, source and convention in their docstrings."""
 
     def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
-        """The keys of the family's ``config.json`` (with ``model_type`` and ``architectures``)."""
+        """Return the keys of the family's ``config.json`` (with ``model_type`` and ``architectures``)."""
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
         """Parse a ``config.json``. Raises InputError for a variant that this family does not support."""

@@ -63,7 +63,7 @@ class Decoder:
         return tuple(specs)
 
     def attention(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes within a block: q [A*D, H], k and v [K*D, H], o [H, A*D]."""
+        """Yield the names and shapes within a block: q [A*D, H], k and v [K*D, H], o [H, A*D]."""
         query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
         for letter, width in (("q", query), ("k", key), ("v", key)):
             yield f"self_attn.{letter}_proj.weight", (width, shape.hidden_size)
@@ -72,13 +72,15 @@ class Decoder:
         yield "self_attn.o_proj.weight", (shape.hidden_size, query)
 
     def feed_forward(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes within a block: gate and up [F, H], down [H, F]."""
+        """Yield the names and shapes within a block: gate and up [F, H], down [H, F]."""
         for name in ("gate", "up"):
             yield f"mlp.{name}_proj.weight", (shape.intermediate_size, shape.hidden_size)
         yield "mlp.down_proj.weight", (shape.hidden_size, shape.intermediate_size)
 
     def feed_forward_weights_used(self, shape: ModelShape) -> tuple[int, int]:
-        """Elements of the feed-forward multiplied with one token: before the last matrix, and in it."""
+        """Return the elements of the feed-forward multiplied with one token: before the last matrix, and in
+        it.
+        """
         matrix = shape.hidden_size * shape.intermediate_size
         return 2 * matrix, matrix
 
@@ -89,7 +91,7 @@ class Decoder:
         return tuple(tensor for spec in self.parameters(shape) for tensor in self.split_for_hub(spec, shape))
 
     def split_for_hub(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
-        """The hub's tensors for one canonical tensor; here the tensor itself."""
+        """Yield the hub's tensors for one canonical tensor; here the tensor itself."""
         yield HubTensor(spec.name, spec.shape, spec.name, (0,) * len(spec.shape), spec.shape)
 
     @lru_cache(maxsize=8)  # noqa: B019
@@ -120,7 +122,9 @@ class Decoder:
             yield megatron_tables.renamed_tensor(OUTPUT, "lm_head.weight", table, TensorCut.vocabulary)
 
     def megatron_attention(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Names within a block: linear_qkv [(A + 2K) * D, H] by query groups, and linear_proj [H, A*D]."""
+        """Yield the names within a block: linear_qkv [(A + 2K) * D, H] by query groups, and linear_proj [H,
+        A*D].
+        """
         rows = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
         for kind, rest in (("weight", (shape.hidden_size,)), ("bias", ())):
             if kind == "weight" or self.traits.qkv_bias:
@@ -142,7 +146,7 @@ class Decoder:
         )
 
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Names within a block: linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
+        """Yield the names within a block: linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
         yield megatron_tables.stacked_rows(
             "mlp.linear_fc1.weight",

@@ -108,7 +108,7 @@ class GPT2Family:
         return {"lm_head.weight": f"{PREFIX}wte.weight"} if shape.tie_word_embeddings else {}
 
     def hub_tensors(self, shape: ModelShape) -> tuple[HubTensor, ...]:
-        """As in memory.
+        """Return the tensors as they are in memory.
 
         The first releases were saved without the outer module, so their names lack its prefix.
         """
@@ -151,7 +151,7 @@ class GPT2Family:
             yield megatron_tables.renamed_tensor(OUTPUT, "lm_head.weight", table, TensorCut.vocabulary)
 
     def _megatron_block(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Names within a block, H hidden and F feed-forward.
+        """Yield the names within a block, H hidden and F feed-forward.
 
         The fused projection's columns [H, 3H] (queries, keys, values) become rows [3H, H] by heads; other
         matrices are transposed.

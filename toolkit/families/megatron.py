@@ -127,7 +127,7 @@ def local_tensor(tensor: MegatronTensor, rank: int, size: int, rows: int | None 
 def local_boxes(
     tensor: MegatronTensor, rank: int, size: int, height: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes (offset, shape) of ``tensor`` that a rank stores, stacked by rows.
+    """Return the boxes (offset, shape) of ``tensor`` that a rank stores, stacked by rows.
 
     Args:
         height: rows of the whole tensor with padding.
@@ -176,7 +176,7 @@ def intersect_parts(
 
 
 def tensors_by_name(tensors: Iterable[MegatronTensor]) -> Mapping[str, MegatronTensor]:
-    """The tensors of a model by name.
+    """Return the tensors of a model by name.
 
     With tied embeddings, a last pipeline stage has a copy of the embedding named ``output_layer.weight``;
     that name then maps to the embedding's entry.

@@ -18,7 +18,7 @@ def renamed_tensor(
     *,
     transposed: bool = False,
 ) -> MegatronTensor:
-    """One canonical tensor under another name; ``shape`` is that of the Megatron-core tensor."""
+    """Return one canonical tensor under another name; ``shape`` is that of the Megatron-core tensor."""
     extent = shape[::-1] if transposed else shape
     return MegatronTensor(
         name, shape, (TensorPart(canonical, (0,) * len(shape), extent, (0,) * len(shape), transposed),), cut

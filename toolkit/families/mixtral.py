@@ -80,7 +80,7 @@ class Mixtral(Decoder):
         yield "mlp.experts.down_proj", (experts, hidden, inner)
 
     def feed_forward_weights_used(self, shape: ModelShape) -> tuple[int, int]:
-        """The weights of the experts that a token visits, and of the router."""
+        """Return the weights of the experts that a token visits, and of the router."""
         up, down = super().feed_forward_weights_used(shape)
         return (
             shape.num_experts_per_tok * up + shape.num_local_experts * shape.hidden_size,
@@ -88,7 +88,7 @@ class Mixtral(Decoder):
         )
 
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Names within a block: router [E, H]; per expert linear_fc1 [2F, H], linear_fc2 [H, F]."""
+        """Yield the names within a block: router [E, H]; per expert linear_fc1 [2F, H], linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
         yield megatron_tables.renamed_tensor(
             "mlp.router.weight", "mlp.gate.weight", (shape.num_local_experts, hidden)

@@ -59,7 +59,7 @@ class Qwen3(Decoder):
     fixed: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "use_sliding_window": False}
 
     def attention(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The parameters of every decoder, and norms [D] of queries and keys that all heads share."""
+        """Yield the parameters of every decoder, and norms [D] of queries and keys that all heads share."""
         yield from super().attention(shape)
         for letter in ("q", "k"):
             yield f"self_attn.{letter}_norm.weight", (shape.head_dim,)

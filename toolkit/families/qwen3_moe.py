@@ -59,7 +59,7 @@ class Qwen3Moe(Qwen3, Mixtral):
     published_norm_eps = 1e-6
 
     def feed_forward(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """As in Mixtral, with the router last."""
+        """Yield the parameters of Mixtral's feed-forward, with the router last."""
         router, *experts = super().feed_forward(shape)
         yield from (*experts, router)
 

@@ -33,7 +33,7 @@ class FamilyRegistry(Mapping[str, Family]):
         return {entry.name: entry for entry in entry_points(group=GROUP)}
 
     def __getitem__(self, name: str) -> Family:
-        """Raises PlanError if the package that registers the family is broken."""
+        """Return the family ``name``. Raises PlanError if the package that registers it is broken."""
         if name not in self._families and name in self._entry_points:
             entry = self._entry_points[name]
             where = f"the entry point {name} = {entry.value!r} of {entry.dist.name if entry.dist else GROUP}"

@@ -119,7 +119,9 @@ def check_supported(config: Mapping[str, Any], family: str, **wanted: Any) -> No
 
 
 def read_rope_theta(config: Mapping[str, Any], family: str, default: float) -> float:
-    """The base of plain rotary embeddings, as transformers 5 (``rope_parameters``) or older ones write it."""
+    """Return the base of plain rotary embeddings, as transformers 5 (``rope_parameters``) or older ones write
+    it.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":

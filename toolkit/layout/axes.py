@@ -60,7 +60,7 @@ class Axes:
         return self.data * self.tensor * self.pipeline * self.context
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The coordinates of ``rank``, ``0 <= rank < size``."""
+        """Return the coordinates of ``rank``, ``0 <= rank < size``."""
         assert 0 <= rank < self.size, f"rank {rank} of {self.size}"
         coordinates: dict[str, int] = {}
         for axis in ORDER:
@@ -68,14 +68,16 @@ class Axes:
         return Coordinates(**coordinates)
 
     def rank(self, coordinates: Coordinates) -> int:
-        """The inverse of :meth:`coordinates`."""
+        """Return the rank at ``coordinates``."""
         rank = 0
         for axis in reversed(ORDER):
             rank = rank * getattr(self, axis) + getattr(coordinates, axis)
         return rank
 
     def peers(self, rank: int, along: Collection[Axis]) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along these axes only, including itself, in rising order."""
+        """Return the ranks that differ from ``rank`` along these axes only, including itself, in rising
+        order.
+        """
         at = self.coordinates(rank)
         outer = tuple(reversed(ORDER))
         peers = product(
@@ -84,12 +86,14 @@ class Axes:
         return tuple(self.rank(Coordinates(**dict(zip(outer, peer, strict=True)))) for peer in peers)
 
     def spanned(self, ranks: Iterable[int]) -> tuple[Axis, ...]:
-        """The axes along which these ranks differ, innermost first."""
+        """Return the axes along which these ranks differ, innermost first."""
         coordinates = [self.coordinates(rank) for rank in ranks]
         return tuple(axis for axis in ORDER if len({getattr(at, axis) for at in coordinates}) > 1)
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
-        """The process groups along ``axis``: every group of ranks that differ in that coordinate only."""
+        """Yield the process groups along ``axis``: every group of ranks that differ in that coordinate
+        only.
+        """
         stride = 1
         for inner in ORDER[: ORDER.index(axis)]:
             stride *= getattr(self, inner)
@@ -103,7 +107,8 @@ ALL, EXPERT, OTHER = "all", "expert", "other"
 
 
 def axis_name(ranks: Collection[int], axes: Axes, *, exchange: bool = False) -> str:
-    """The name of a group of ranks: the axes along which they differ, such as ``tensor`` or ``context+data``.
+    """Return the name of a group of ranks: the axes along which they differ, such as ``tensor`` or
+    ``context+data``.
 
     ``all`` if these are all axes of several; empty for a single rank. Expert parallelism regroups data and
     context ranks: a group of neighbours among them is ``expert``. If that is the whole data group, only an
@@ -119,7 +124,7 @@ def axis_name(ranks: Collection[int], axes: Axes, *, exchange: bool = False) -> 
 
 
 def axis_names(axes: Axes) -> tuple[str, ...]:
-    """All names that :func:`axis_name` returns for several ranks, and ``other`` for unknown ranks."""
+    """Return all names that :func:`axis_name` returns for several ranks, and ``other`` for unknown ranks."""
     divided = _divided_axes(axes)
     if not divided:
         return ()

@@ -77,7 +77,7 @@ class _Stored:
         tensor.record_stream(stream)  # its memory is reused only after the copy
 
     def take(self) -> torch.Tensor:
-        """The tensor on its device. Also begin to copy back the one stored before it."""
+        """Return the tensor on its device. Also begin to copy back the one stored before it."""
         tensor = self._fetched if self._fetched is not None else self._fetch()
         self._fetched = None
         if self._ready is not None:

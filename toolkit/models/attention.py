@@ -120,7 +120,7 @@ def make_mask(
     queries: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
 ) -> torch.Tensor | BlockMask:
-    """The mask of separate documents in the form that ``kernel`` takes; the arguments are those of
+    """Return the mask of separate documents in the form that ``kernel`` takes; the arguments are those of
     :func:`document_causal_mask`.
     """
     make = document_block_mask if kernel is AttentionKernel.flex else document_causal_mask
@@ -146,7 +146,7 @@ def document_causal_mask(
 def document_block_mask(
     position_ids: torch.Tensor, queries: torch.Tensor | None = None, keys: torch.Tensor | None = None
 ) -> BlockMask:
-    """The mask of :func:`document_causal_mask` for FlexAttention, without a tensor of queries x keys.
+    """Return the mask of :func:`document_causal_mask` for FlexAttention, without a tensor of queries x keys.
 
     Blocks of 128 x 128 are listed by the ranges of positions and documents of their queries and keys: a block
     without a visible pair is skipped, and the mask is not computed in a block whose pairs are all visible.
@@ -184,7 +184,7 @@ def document_block_mask(
 
 
 def _block_ranges(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest and the largest of each block of ``values`` [..., tokens]."""
+    """Return the smallest and the largest of each block of ``values`` [..., tokens]."""
     tokens = values.shape[-1]
     blocks = -(-tokens // BLOCK)
     places = torch.arange(blocks * BLOCK, device=values.device).clamp(max=tokens - 1).view(blocks, BLOCK)

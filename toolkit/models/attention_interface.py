@@ -115,7 +115,7 @@ def _running_positions(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def find_inputs(arguments: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
-    """A base model's inputs: token ids [batch, tokens], or embeddings [batch, tokens, hidden]."""
+    """Return a base model's inputs: token ids [batch, tokens], or embeddings [batch, tokens, hidden]."""
     inputs = arguments[0] if arguments else named.get("input_ids")
     found: torch.Tensor = named["inputs_embeds"] if inputs is None else inputs
     return found

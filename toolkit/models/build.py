@@ -12,7 +12,7 @@ from toolkit.config.kernels import AttentionKernel
 from toolkit.families import get_family
 from toolkit.models.attention_interface import use_kernel
 from toolkit.models.hugging_face import build_skeleton
-from toolkit.models.target import build_target
+from toolkit.models.user_model import build_user_module
 from toolkit.plan.hugging_face import parameters_on_meta
 from toolkit.plan.types import RunPlan
 
@@ -35,7 +35,9 @@ def build_model(plan: RunPlan, device: torch.device | str, *, meta: bool = False
     meta = meta or device.type == "meta"
     buffer_device = torch.device("cpu") if device.type == "meta" else device
     if plan.config.model.target is not None:
-        module = build_target(plan.config.model, plan.config.train.seed, documents=plan.config.data.documents)
+        module = build_user_module(
+            plan.config.model, plan.config.train.seed, documents=plan.config.data.documents
+        )
         if meta:
             replace_parameters(module, lambda parameter: torch.empty_like(parameter, device="meta"))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from toolkit.checkpoint.shard import WEIGHT, Box, Shard, TensorKey
 from toolkit.config.recomputation import RecomputationMode
 from toolkit.config.schema import Precision
 from toolkit.errors import ConfigError, InputError, Problem
-from toolkit.models.hub_folder import hub_folder
-from toolkit.models.target import check_trainable, report_construction
+from toolkit.models.user_model import check_trainable, report_construction
 from toolkit.plan.hugging_face import build_config, build_module, build_on_meta, find_class
 from toolkit.plan.types import RunPlan
 
@@ -106,8 +106,42 @@ def load_module(plan: RunPlan) -> nn.Module:
     return module
 
 
+def hub_folder(name: str) -> Path:
+    """Return the folder of ``name``, which is a folder or a hub id.
+
+    Raises:
+        InputError: it cannot be downloaded.
+    """
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else _download(name)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"],
+                ignore_patterns=["*/*"],  # optimizer state, other formats
+            )
+        )
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        why = str(error).splitlines()[0]
+        raise InputError(
+            Problem(
+                "model.pretrained",
+                f"model.pretrained={name}: no such folder, and the hub reports: {why}",
+                "model.pretrained is a folder in Hugging Face's format with safetensors, or a hub id",
+                "write model.pretrained=./folder or model.pretrained=organisation/model",
+            )
+        ) from error
+
+
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the state dict, such as the biases of a router's scores."""
+    """Return the buffers that belong to the state dict, such as the biases of a router's scores."""
     buffers = dict(module.named_buffers())
     return {name: buffers[name] for name in module.state_dict() if name in buffers}
 
@@ -136,7 +170,7 @@ def _load_buffers(plan: RunPlan, buffers: dict[str, torch.Tensor]) -> None:
 
 
 def describe_export(plan: RunPlan) -> tuple[dict[str, Any], BufferFile | None]:
-    """The ``config.json`` of an exported ``model.hf``, and the buffers of its state dict."""
+    """Return the ``config.json`` of an exported ``model.hf``, and the buffers of its state dict."""
     config, module = build_config(plan.config.model), build_skeleton(plan)
     buffers = {name: buffer.contiguous() for name, buffer in saved_buffers(module).items()}
     content = {

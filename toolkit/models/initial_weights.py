@@ -27,7 +27,7 @@ from toolkit.errors import CheckpointError, Problem
 from toolkit.models.build import build_model
 from toolkit.models.hugging_face import build_with_random_weights
 from toolkit.models.random_fill import Fill, draw, record_fills
-from toolkit.models.target import build_target
+from toolkit.models.user_model import build_user_module
 from toolkit.plan.types import RunPlan
 from toolkit.progress import duration, quantity, report_progress
 
@@ -49,7 +49,7 @@ class InitialWeights:
 
     def __init__(self, plan: RunPlan, build: Callable[[RunPlan], nn.Module] | None = None) -> None:
         self._plan = plan
-        self._build = build or (build_user_model if plan.config.model.target else build_with_random_weights)
+        self._build = build or (_module_of_plan if plan.config.model.target else build_with_random_weights)
 
     @cached_property
     def tensors(self) -> Mapping[TensorKey, TensorInfo]:
@@ -90,7 +90,7 @@ class InitialWeights:
             report_progress(f"initializing {path}")
 
     def _record(self, shards_by_name: Mapping[str, list[Shard]]) -> tuple[list[ModuleDraw], list[str]]:
-        """The modules with shards: those that can be drawn in parts, and the paths of the others."""
+        """Return the modules with shards: those that can be drawn in parts, and the paths of the others."""
         drawn, rest = [], []
         for path, module in self._skeleton.named_modules():
             names = {name: _join(path, name) for name in module._parameters}
@@ -196,8 +196,8 @@ class DrawProgress:
         )
 
 
-def build_user_model(plan: RunPlan) -> nn.Module:
-    return build_target(plan.config.model, plan.config.train.seed)
+def _module_of_plan(plan: RunPlan) -> nn.Module:
+    return build_user_module(plan.config.model, plan.config.train.seed)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def find_layers(module: nn.Module) -> list[nn.Module]:
-    """The modules with parameters in the outermost ``nn.ModuleList``s of ``module``, in order.
+    """Return the modules with parameters in the outermost ``nn.ModuleList``s of ``module``, in order.
 
     These are the decoder layers of a language model. A pipeline stage has modules without parameters in place
     of other stages' layers.

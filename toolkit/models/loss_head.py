@@ -71,7 +71,7 @@ def has_fused_loss(model: nn.Module) -> bool:
 
 
 def loss_arguments(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The arguments with which a model with a fused loss computes it; none for other models."""
+    """Return the arguments with which a model with a fused loss computes it; none for other models."""
     if not has_fused_loss(model):
         return {}
     return {LABELS: batch["labels"], **({WEIGHTS: batch[WEIGHTS]} if WEIGHTS in batch else {})}

@@ -90,7 +90,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """FLOPs of one call of an operator: torch's own count, and those that torch 2.13 does not count."""
+    """Return the FLOPs of one call of an operator: torch's own count, and those that torch 2.13 does not
+    count.
+    """
     operator = func.overloadpacket
     if operator in ATTENTION:
         first, factor = ATTENTION[operator]
@@ -107,7 +109,7 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def executed_share(func: Any, args: Any) -> float:
-    """FLOPs that a kernel computes over those of :func:`count_flops`.
+    """Return the FLOPs that a kernel computes over those of :func:`count_flops`.
 
     A causal kernel of attention skips half of the pairs; its backward pass computes the scores again, five
     products instead of four (Dao, 2307.08691, section 3.1).
@@ -119,7 +121,8 @@ def executed_share(func: Any, args: Any) -> float:
 
 
 def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """Bytes that one call reads and writes, each tensor once; None if it only views or allocates tensors.
+    """Return the bytes that one call reads and writes, each tensor once; None if it only views or allocates
+    tensors.
 
     An operator that gathers rows of a tensor reads as much as it writes.
     """
@@ -134,7 +137,7 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements; an expanded tensor has fewer than its shape suggests."""
+    """Return the bytes of the elements; an expanded tensor has fewer than its shape suggests."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 

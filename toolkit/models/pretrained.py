@@ -8,8 +8,7 @@ from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.formats.huggingface.source import open_state_dict
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Shard, StateReader
 from toolkit.families import get_family
-from toolkit.models.hub_folder import hub_folder
-from toolkit.models.hugging_face import load_module
+from toolkit.models.hugging_face import hub_folder, load_module
 from toolkit.models.initial_weights import InitialWeights
 from toolkit.plan.types import RunPlan
 

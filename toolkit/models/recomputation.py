@@ -72,7 +72,7 @@ def enable_recomputation(model: Any, plan: RunPlan) -> None:
 
 
 def blocks(model: nn.Module) -> list[Any]:
-    """The blocks in order. Every module that transformers can recompute is one, also in encoders."""
+    """Return the blocks in order. Every module that transformers can recompute is one, also in encoders."""
     return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
@@ -112,6 +112,6 @@ class _StoredOperators(TorchDispatchMode):
 def store_products(
     context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
 ) -> CheckpointPolicy:
-    """The policy of selective recomputation."""
+    """Return the policy of selective recomputation."""
     stored = operator.name() in STORED_OPERATORS
     return CheckpointPolicy.MUST_SAVE if stored else CheckpointPolicy.PREFER_RECOMPUTE

@@ -83,7 +83,7 @@ class ZeroEmbedding(nn.Module):
 
 
 def _split_module_names(model: Any, layers: int) -> tuple[list[str], nn.ModuleList, list[str]]:
-    """The names of modules before the blocks, the blocks, and the names of modules after them.
+    """Return the names of modules before the blocks, the blocks, and the names of modules after them.
 
     transformers names modules in the order in which they run. Modules without parameters after the blocks
     (rotary embeddings) belong to every stage.

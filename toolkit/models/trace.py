@@ -165,7 +165,9 @@ def _measure(
 
 
 def _free_gradient(parameter: torch.Tensor) -> None:
-    """Engines add a gradient to their buffers, which the plan counts, as soon as it is complete."""
+    """Free the gradient of a parameter as soon as it is complete: engines add it to their buffers, which the
+    plan counts.
+    """
     parameter.grad = None
 
 
@@ -193,7 +195,7 @@ class RepeatedBlocks:
 
 
 def find_repeated_blocks(module: nn.Module) -> list[RepeatedBlocks]:
-    """The lists of more than MOST_TRACED equal blocks that are not inside of another such list."""
+    """Return the lists of more than MOST_TRACED equal blocks that are not inside of another such list."""
     found, inside = [], set[nn.Module]()
     for part in module.modules():
         if part not in inside and isinstance(part, nn.ModuleList) and len(part) > MOST_TRACED:
@@ -205,7 +207,7 @@ def find_repeated_blocks(module: nn.Module) -> list[RepeatedBlocks]:
 
 
 def _do_the_same(blocks: Sequence[nn.Module]) -> bool:
-    """Whether blocks have equal modules, parameters and settings, except for their own number."""
+    """Return whether blocks have equal modules, parameters and settings, except for their own number."""
     first, *others = [_settings(block) for block in blocks]
     return all(
         other.keys() == first.keys()
@@ -274,7 +276,7 @@ def _measure_blocks(
 
 
 def _empty(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU of the same shape, in ``dtype`` if it has floating point."""
+    """Return a tensor on the CPU of the same shape, in ``dtype`` if it has floating point."""
     kept = dtype if tensor.is_floating_point() else tensor.dtype
     return torch.empty(tensor.shape, dtype=kept, device="cpu")
 

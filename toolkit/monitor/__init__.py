@@ -1,4 +1,4 @@
-"""What is measured during training, how problems are detected, and where rows are written.
+"""Measurements during training, the detection of problems in them, and the sinks that take rows.
 
 sink.py, sinks/       rows and their destinations
 health/               detectors of problems, listed in build.py; their alerts: alert.py

@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 
 from toolkit.files import write_whole
-from toolkit.rows import float_of, read_rows
+from toolkit.rows import float_or_nan, read_rows
 
 POINTS = 2000  # per line
 SMOOTHED = 50  # the smoothing window is the number of steps divided by this
@@ -67,7 +67,7 @@ def plot_loss(run: str | Path, unigram: float | None = None, unit: str = "nats a
 def read_train_losses(file: Path) -> tuple[list[int], list[float]]:
     """Return steps and losses; a loss that is not finite is NaN."""
     rows = [
-        (row["step"], float_of(row["loss"])) for row in read_rows(file) if "step" in row and "loss" in row
+        (row["step"], float_or_nan(row["loss"])) for row in read_rows(file) if "step" in row and "loss" in row
     ]
     return [step for step, _ in rows], [loss if math.isfinite(loss) else math.nan for _, loss in rows]
 
@@ -76,7 +76,7 @@ def read_eval_losses(file: Path) -> dict[str, list[tuple[int, float]]]:
     """Return (step, loss) pairs by evaluation set."""
     sets: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in read_rows(file):
-        sets[row["set"]].append((row["step"], float_of(row["loss"])))
+        sets[row["set"]].append((row["step"], float_or_nan(row["loss"])))
     return dict(sets)
 
 

@@ -76,7 +76,7 @@ class HostClock(Clock):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadDelays:
-    """What kept a rank's training thread from running, in seconds since the start or within one step.
+    """Delays of a rank's training thread, in seconds since the start or within one step.
 
     Attributes:
         starved: the thread was ready to run but had no processor.
@@ -121,7 +121,7 @@ class StepTime:
     delays: ThreadDelays = NO_DELAYS
 
 
-def attribute(
+def attribute_seconds(
     marks: Sequence[Mark],
     end: Stamp,
     seconds: Callable[[Stamp, Stamp], float],
@@ -301,7 +301,7 @@ class StepRecorder(Recorder):
                 self._read.append(
                     step_time(
                         step.step,
-                        attribute(step.marks, step.end, self.clock.seconds, step.transfers),
+                        attribute_seconds(step.marks, step.end, self.clock.seconds, step.transfers),
                         step.delays,
                     )
                 )

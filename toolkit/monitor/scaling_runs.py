@@ -10,8 +10,8 @@ from toolkit.config.compose import from_yaml
 from toolkit.config.schema import RunConfig
 from toolkit.errors import InputError, Problem, UserError
 from toolkit.estimate.measured_factors import MeasuredEstimate
-from toolkit.estimate.present_scaling import describe_layout
 from toolkit.estimate.scaling import Estimator, Planner
+from toolkit.estimate.scaling_report import describe_layout
 from toolkit.monitor.calibration_runs import world_of
 from toolkit.monitor.measured_steps import MeasuredSteps, read_measured_steps
 from toolkit.plan import make_plan

@@ -1,4 +1,4 @@
-"""What watches a run, set up by ``monitoring.py``. It imports ``toolkit/monitor``, which has the pure parts.
+"""Observers of a run, set up by ``monitoring.py``. They import ``toolkit/monitor``, which has the pure parts.
 
 ledger.py, gather.py        step times of all ranks; monitor/health/throughput.py detects a slow rank
 health.py, system.py        run the detectors of monitor/health on the rows of rank 0 and of each node

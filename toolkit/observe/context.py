@@ -1,4 +1,4 @@
-"""What the observers of a run, and the hooks that save and evaluate, need to know about it."""
+"""The facts about a run that its observers, and the hooks that save and evaluate, need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure what one device can do: matrix products, attention, memory, copies, the optimizer's update.
+"""Measure the speed of one device: matrix products, attention, memory, copies, the optimizer's update.
 
 Each figure is the typical time of operations that are repeated for ``SECONDS``. Ranks that measure at the
 same time slow each other down as in training: CPU ranks share memory, GPUs share power and host links.

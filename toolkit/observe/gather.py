@@ -81,7 +81,9 @@ def _new_group(name: str, ranks: Sequence[int], rank: int) -> ProcessGroupGloo:
 
 
 def _gloo_devices() -> list[Any]:
-    """The devices that this process's gloo listens on. Every process has one, for ``engine/rank_sync.py``."""
+    """Return the devices that this process's gloo listens on. Every process has one, for
+    ``engine/rank_sync.py``.
+    """
     cpu = torch.device("cpu")
     backends: list[Any] = [
         group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map if cpu in group._device_types

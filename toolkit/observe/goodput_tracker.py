@@ -136,7 +136,7 @@ class GoodputTracker(Hook, SaveObserver):
         return bool(read_saves(self._folder))
 
     def unsaved_seconds(self) -> float:
-        """Seconds of this attempt's steps since its newest checkpoint."""
+        """Return the seconds of this attempt's steps since its newest checkpoint."""
         return self._times.stepping - self._saved
 
     def goodput(self, saved_step: int | None = None) -> Goodput | None:

@@ -73,7 +73,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangSources:
-    """Where a rank's report comes from.
+    """The sources of a rank's report.
 
     Attributes:
         processes: of all ranks, by rank.
@@ -173,8 +173,8 @@ class HangReporter:
     # ---- the verdict
 
     def _is_collector(self) -> bool:
-        """Whether this is the lowest rank that can respond. Other ranks than 0 wait for rank 0's verdict
-        first.
+        """Return whether this is the lowest rank that can respond. Other ranks than 0 wait for rank 0's
+        verdict first.
         """
         if self._rank == 0:
             return True
@@ -267,7 +267,7 @@ class HangReporter:
         return replace(own, calls=(*others, *calls), whole=True)
 
     def _silent_neighbours(self) -> dict[int, Neighbour]:
-        """Ranks of this host that cannot report."""
+        """Return the ranks of this host that cannot report."""
         neighbours = {
             rank: self._read_neighbour(rank)
             for rank, process in enumerate(self._processes)

@@ -13,10 +13,17 @@ from toolkit.checkpoint_folder import step_of
 from toolkit.hooks import Hook
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.health.alert_limiter import AlertLimiter
+from toolkit.monitor.health.build import build_detectors
+from toolkit.monitor.health.checkpoints import LateCheckpoint
 from toolkit.monitor.health.detector import Detector
-from toolkit.monitor.sink import Kind, Row, Sink
+from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, Row, Sink
+from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.plan.types import RunPlan
 
 log = logging.getLogger(__name__)
+
+LAG_SECONDS = 0.5  # waking a thread for every row costs more than the detectors' work
+CLOSE_SECONDS = 5.0  # how long the end waits until the detectors have seen the last rows
 
 
 class AlertDispatcher:
@@ -60,6 +67,17 @@ class HealthSink(Sink):
             else:
                 if alert is not None:
                     self._alert(alert)
+
+
+def open_health_sink(plan: RunPlan, alert: Callable[[Alert], None], late: LateCheckpoint) -> Sink:
+    """Return a sink that runs the health detectors on the rows of the run in a thread. For rank 0."""
+    active = [*build_detectors(plan), late]
+    queued = QueuedSink(
+        lambda: HealthSink(active, alert), "health", lag_seconds=LAG_SECONDS, close_seconds=CLOSE_SECONDS
+    )
+    kinds = {kind for detector in active for kind in detector.kinds}
+    # A CompositeSink of one logs errors instead of raising them.
+    return CompositeSink([FilteredSink(queued, lambda kind, row: kind in kinds)])
 
 
 class CheckpointListener(Hook):

@@ -1,4 +1,6 @@
-"""What ranks know of each other's processes and calls without communicating, for the report of a hang."""
+"""Records of each rank's process and collective calls that others read without communicating, for the report
+of a hang.
+"""
 
 from __future__ import annotations
 

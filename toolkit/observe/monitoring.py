@@ -15,31 +15,25 @@ from toolkit.engine.protocol import Engine
 from toolkit.errors import ExitCode
 from toolkit.hooks import Hook
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.health.build import build_detectors
 from toolkit.monitor.health.checkpoints import LateCheckpoint
 from toolkit.monitor.recorder import StepRecorder
-from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, Sink
-from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.monitor.sink import CompositeSink, Kind, Sink
 from toolkit.observe.comm_benchmark import CommBenchmark
 from toolkit.observe.context import RankContext
 from toolkit.observe.gather import Gather, make_gather
-from toolkit.observe.health import AlertDispatcher, CheckpointListener, HealthSink
+from toolkit.observe.health import AlertDispatcher, CheckpointListener, open_health_sink
 from toolkit.observe.ledger import LedgerHook, make_ledger
 from toolkit.observe.process_stats import DelayTracker, ProcessStats
 from toolkit.observe.profiler import StepProfiler
 from toolkit.observe.replicas import ReplicaCheck
 from toolkit.observe.system import sample_system
 from toolkit.observe.watchdog import HangMonitor, watch_for_hangs
-from toolkit.plan.types import RunPlan
-from toolkit.step_parts import UNRECORDED, Recorder
-
-HEALTH_LAG_SECONDS = 0.5  # waking a thread for every row costs more than the detectors' work
-HEALTH_CLOSE_SECONDS = 5.0  # how long the end waits until the detectors have seen the last rows
+from toolkit.step_parts import NULL_RECORDER, Recorder
 
 
 @dataclass(frozen=True, slots=True)
 class RunMonitor:
-    """What observes one rank's run.
+    """The observers of one rank's run.
 
     Attributes:
         sink: takes the rows of the run; on rank 0 the health detectors see them too.
@@ -74,7 +68,7 @@ def monitor_run(context: RankContext, sink: Sink) -> Iterator[RunMonitor]:
     """Observe the run from before the engine is built until it is over. Collective."""
     plan, rank, monitor = context.plan, context.rank, context.plan.config.monitor
     attempt_folder = context.directory.attempt_folder(context.attempt)
-    recorder: Recorder = UNRECORDED
+    recorder: Recorder = NULL_RECORDER
     step_recorder: StepRecorder | None = None
     factories: list[Callable[[Engine], Hook]] = []
     ledger: LedgerHook | None = None
@@ -134,17 +128,3 @@ def _build_replica_check(
 ) -> ReplicaCheck:
     every = context.plan.config.monitor.replicas_every
     return stack.enter_context(closing(ReplicaCheck(context, engine, gather, every=every, alert=alert)))
-
-
-def open_health_sink(plan: RunPlan, alert: Callable[[Alert], None], late: LateCheckpoint) -> Sink:
-    """Return a sink that runs the health detectors on the rows of the run in a thread. For rank 0."""
-    active = [*build_detectors(plan), late]
-    queued = QueuedSink(
-        lambda: HealthSink(active, alert),
-        "health",
-        lag_seconds=HEALTH_LAG_SECONDS,
-        close_seconds=HEALTH_CLOSE_SECONDS,
-    )
-    kinds = {kind for detector in active for kind in detector.kinds}
-    # A CompositeSink of one logs errors instead of raising them.
-    return CompositeSink([FilteredSink(queued, lambda kind, row: kind in kinds)])

@@ -54,7 +54,7 @@ class RankMessages:
             return self._read_store(name)
 
     def poll(self, name: str) -> str | None:
-        """Like :meth:`read`, but only from where polling is cheap: thousands of ranks share the disk of
+        """Read like :meth:`read`, but only from where polling is cheap: thousands of ranks share the disk of
         several nodes.
         """
         return self.read(name) if self._store is None else self._read_store(name)

@@ -164,7 +164,7 @@ def wandb_arguments(plan: RunPlan, description: Mapping[str, Any], node: int) ->
 
 def plan_to_json(plan: RunPlan) -> dict[str, Any]:
     """Return the configuration and the plan as plain JSON types."""
-    from toolkit.estimate.present import to_json
+    from toolkit.estimate.plan_report import to_json
 
     def plain(value: object) -> object:
         assert isinstance(value, Enum), f"{value!r} in a configuration"

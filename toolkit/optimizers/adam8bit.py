@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 256  # elements that share a scale
-CODES = 256  # values of a code table, which each state of each parameter refers to
+CODES = 256  # values of the code table to which each state of each parameter refers
 
 
 class Adam8bit(OptimizerSpec):

@@ -65,7 +65,9 @@ class RuleViolation:
 
 
 def uses_weight_decay(dims: int) -> bool:
-    """Whether weight decay applies to a parameter of ``dims`` dimensions: to matrices, not to vectors."""
+    """Return whether weight decay applies to a parameter of ``dims`` dimensions: to matrices, not to
+    vectors.
+    """
     return dims > 1
 
 
@@ -217,7 +219,7 @@ def _evaluating(optimizers: Sequence[Any]) -> Iterator[None]:
 
 
 def whole_parameters(config: RunConfig) -> bool:
-    """Whether each rank has whole parameters and their whole states."""
+    """Return whether each rank has whole parameters and their whole states."""
     parallel = config.parallel
     if config.engine.name is EngineName.local:
         return True

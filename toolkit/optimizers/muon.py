@@ -17,7 +17,9 @@ MATRICES = "muon"  # the kind of parameters that Muon updates; the others have t
 
 
 def uses_muon(name: str, dims: int) -> bool:
-    """Whether Muon optimizes a parameter: hidden matrices, as in DeepSpeed's ``set_optimizer_flags``."""
+    """Return whether Muon optimizes a parameter: hidden matrices, as in DeepSpeed's
+    ``set_optimizer_flags``.
+    """
     return dims > 1 and not any(part in name.lower() for part in ("embed", "lm_head"))
 
 

@@ -120,7 +120,7 @@ class StageActivations:
 
 
 def offloaded_bytes(tensors: int, size: int, *, pinned: bool) -> int:
-    """Bytes of ``tensors`` inputs of blocks on the host.
+    """Return the bytes of ``tensors`` inputs of blocks on the host.
 
     torch's allocator of pinned memory rounds the ``size`` of each up to a power of two
     (ATen/core/CachingHostAllocator.h).
@@ -129,7 +129,7 @@ def offloaded_bytes(tensors: int, size: int, *, pinned: bool) -> int:
 
 
 def selective_bytes(shape: ModelShape, layout: BlockLayout) -> int:
-    """Bytes per token that one block stores under selective recomputation.
+    """Return the bytes per token that one block stores under selective recomputation.
 
     These are its input and the results of matrix products and of fused attention, as models/recomputation.py
     lists them. Korthikanti et al., 2205.05198, section 5, recompute attention instead and keep 34 bytes per
@@ -156,7 +156,7 @@ def selective_bytes(shape: ModelShape, layout: BlockLayout) -> int:
 
 
 def layer_bytes(shape: ModelShape, layout: BlockLayout) -> int:
-    """Bytes per token of one block.
+    """Return the bytes per token of one block.
 
     With a document mask, each block stores the mask in its own precision, and keys and values as wide as the
     queries, because fused kernels then do not support grouped-query attention. The mask itself, one byte per
@@ -196,7 +196,7 @@ def layer_bytes(shape: ModelShape, layout: BlockLayout) -> int:
 
 
 def rms_norm_bytes(shape: ModelShape, element: int, *, compiled: bool = False) -> int:
-    """The fp32 input, the normalised input, the scaled output, and one number per token."""
+    """Return the fp32 input, the normalised input, the scaled output, and one number per token."""
     return ((0 if compiled else FP32) + 2 * element) * shape.hidden_size + FP32
 
 
@@ -224,7 +224,7 @@ def head_bytes(shape: ModelShape, element: int, *, fused: bool = False) -> int:
 
 
 def fused_loss_bytes(tokens: int, hidden: int, vocabulary: int, element: int, chunk: int) -> int:
-    """Bytes of all ``tokens``, at the peak of a chunk, of the fused loss (models/fused_loss.py).
+    """Return the bytes of all ``tokens``, at the peak of a chunk, of the fused loss (models/fused_loss.py).
 
     It stores the gradient of the hidden states, and that of the weight, in fp32 if there are several chunks.
     A chunk has logits, their copy in fp32 (torch fuses the conversion of fp16 only, and the compiler that of

@@ -73,7 +73,9 @@ class ActivationLayout:
 
 
 def block_bytes(shape: ModelShape, layout: ActivationLayout, recomputed: frozenset[str] = frozenset()) -> int:
-    """Bytes of one block for one micro-batch, without the tensors of the submodules in ``recomputed``."""
+    """Return the bytes of one block for one micro-batch, without the tensors of the submodules in
+    ``recomputed``.
+    """
     traits, element = layout.traits, layout.element
     norms = 2 * _norm(shape.hidden_size, layout, traits.norm)
     if "layernorm" in recomputed:
@@ -91,12 +93,12 @@ def block_bytes(shape: ModelShape, layout: ActivationLayout, recomputed: frozens
 
 
 def boundary_bytes(shape: ModelShape, layout: ActivationLayout) -> int:
-    """Bytes of the residual stream between two blocks."""
+    """Return the bytes of the residual stream between two blocks."""
     return layout.tokens * layout.element * shape.hidden_size // layout.sequence_ranks
 
 
 def head_bytes(shape: ModelShape, layout: ActivationLayout, vocabulary: int, chunk: int | None = None) -> int:
-    """Bytes of final norm, logits and cross-entropy of a micro-batch.
+    """Return the bytes of final norm, logits and cross-entropy of a micro-batch.
 
     Args:
         vocabulary: rows of the output layer on this rank.
@@ -114,21 +116,23 @@ def head_bytes(shape: ModelShape, layout: ActivationLayout, vocabulary: int, chu
 
 
 def in_flight(stage: int, stages: int, chunks: int, micro_batches: int) -> int:
-    """The maximum number of chunks' forward passes whose activations stage ``stage`` stores at a time."""
+    """Return the maximum number of chunks' forward passes whose activations stage ``stage`` stores at a
+    time.
+    """
     if chunks == 1:
         return min(stages - stage, micro_batches)
     return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, micro_batches * chunks)
 
 
 def _norm(width: int, layout: ActivationLayout, kind: NormKind) -> int:
-    """Bytes per token. On CPUs RMSNorm saves its input and the normalised input in fp32."""
+    """Return the bytes per token. On CPUs RMSNorm saves its input and the normalised input in fp32."""
     if kind is NormKind.layer or layout.fused_norms:
         return 2 * layout.element * width + 2 * FP32
     return (2 * FP32 + layout.element) * width + FP32
 
 
 def _attention(shape: ModelShape, layout: ActivationLayout, recomputed: frozenset[str]) -> int:
-    """Bytes per token, before tensor parallelism divides them."""
+    """Return the bytes per token, before tensor parallelism divides them."""
     traits, element = layout.traits, layout.element
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     if layout.context > 1:
@@ -162,7 +166,7 @@ def _attention(shape: ModelShape, layout: ActivationLayout, recomputed: frozense
 
 
 def _feed_forward(shape: ModelShape, layout: ActivationLayout, *, gated: bool) -> int:
-    """Bytes per token.
+    """Return the bytes per token.
 
     Experts process the tokens that all tensor ranks gather. They also save their input and their output
     before the router's weight; the router saves probabilities and indices.

@@ -35,7 +35,7 @@ class AttentionObstacle:
 def choose_attention(
     config: RunConfig, world: World, shape: ModelShape | None, *, transformer_engine: bool
 ) -> KernelChoice:
-    """The attention of a run.
+    """Choose the attention kernel of a run.
 
     Args:
         transformer_engine: whether Megatron-core's layers are Transformer Engine's.
@@ -77,7 +77,7 @@ def choose_attention(
 def find_obstacle(
     kernel: AttentionKernel, config: RunConfig, world: World, shape: ModelShape | None
 ) -> AttentionObstacle | None:
-    """Why the run of a family's model cannot use ``kernel``; None if it can."""
+    """Return why the run of a family's model cannot use ``kernel``; None if it can."""
     on_gpu = world.device is Device.CUDA
     dropout = shape is not None and shape.dropout > 0
     if kernel is AttentionKernel.flash:
@@ -131,7 +131,7 @@ def find_obstacle(
 
 
 def has_dense_mask(config: RunConfig, attention: str) -> bool:
-    """Whether attention takes a mask of all pairs of tokens, which each rank stores.
+    """Return whether attention takes a mask of all pairs of tokens, which each rank stores.
 
     Args:
         attention: the name of the run's choice.
@@ -141,7 +141,7 @@ def has_dense_mask(config: RunConfig, attention: str) -> bool:
 
 
 def repeats_keys(config: RunConfig, attention: str, device: Device) -> bool:
-    """Whether keys and values are repeated for each query head.
+    """Return whether keys and values are repeated for each query head.
 
     No fused GPU kernel supports grouped keys with a mask, and in fp32 only torch's memory-efficient kernel is
     left, which does not support them either.
@@ -155,5 +155,5 @@ def repeats_keys(config: RunConfig, attention: str, device: Device) -> bool:
 
 
 def _gathers_keys(config: RunConfig) -> bool:
-    """Whether a rank has part of the queries and all keys."""
+    """Return whether a rank has part of the queries and all keys."""
     return config.engine.name is EngineName.megatron and config.parallel.context > 1

@@ -73,7 +73,7 @@ def continue_batch(
 
 
 def ramp_stages(train: TrainConfig, step: int = 0, sample: int = 0) -> tuple[RampStage, ...]:
-    """The stages of the batch size ramp.
+    """Return the stages of the batch size ramp.
 
     The batch grows by ``increment`` after each equal part of ``samples``.
 

@@ -17,7 +17,8 @@ NODE_BYTES_PER_SECOND = 2e9
 
 
 def checkpoint_bytes(plan: RunPlan) -> int | None:
-    """Bytes of the tensors of one checkpoint; the rest is some kilobytes. None for ``model.target``.
+    """Return the bytes of the tensors of one checkpoint; the rest is some kilobytes. None for
+    ``model.target``.
 
     A checkpoint has the weights, their fp32 master copy if they have 16 bits, and the optimizer's tensors,
     each once whatever the layout.
@@ -43,7 +44,7 @@ def state_bytes(config: RunConfig, parameters: Sequence[ParameterSpec]) -> int:
 
 
 def rank_bytes(plan: RunPlan) -> int | None:
-    """Bytes that one rank writes; None for ``model.target``."""
+    """Return the bytes that one rank writes; None for ``model.target``."""
     return rank_state_bytes(plan.config, plan.world, plan.parameters)
 
 
@@ -55,5 +56,5 @@ def rank_state_bytes(config: RunConfig, world: World, parameters: Sequence[Param
 
 
 def assumed_speed(world: World) -> float:
-    """Bytes per second of one rank while all ranks of its node write."""
+    """Return the bytes per second of one rank while all ranks of its node write."""
     return NODE_BYTES_PER_SECOND / min(world.ranks, world.ranks_per_node)

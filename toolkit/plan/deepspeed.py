@@ -35,7 +35,7 @@ TENSOR_SPECS: tuple[Mapping[str, Any], ...] = (
 
 
 def build_settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Sequence[int]) -> dict[str, Any]:
-    """The dictionary for ``deepspeed.initialize``.
+    """Return the dictionary for ``deepspeed.initialize``.
 
     ``sizes`` are the elements of each parameter; empty for ``model.target``.
     """
@@ -46,7 +46,7 @@ def build_settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Seq
 
 
 def is_tensor_parallel(name: str) -> bool:
-    """Whether AutoTP cuts the weight of this canonical name."""
+    """Return whether AutoTP cuts the weight of this canonical name."""
     return tensor_parallel_dim(name) is not None
 
 
@@ -71,7 +71,7 @@ def tensor_parallel_dim(name: str) -> int | None:
 
 
 def optimizer_kernel(config: RunConfig, world: World) -> OptimizerKernel:
-    """The implementation of the run's optimizer.
+    """Return the implementation of the run's optimizer.
 
     With states offloaded to the CPU of a GPU machine, DeepSpeed's vectorised CPU kernel (compiled on first
     use) is several times faster than torch's and overlaps with the transfer, so it is used if there is a
@@ -90,7 +90,8 @@ def optimizer_kernel(config: RunConfig, world: World) -> OptimizerKernel:
 
 
 def accumulates_in_fp32(config: RunConfig) -> bool:
-    """Whether bf16 gradients accumulate in fp32: only if DeepSpeed then stores just the rank's partition.
+    """Return whether bf16 gradients accumulate in fp32: only if DeepSpeed then stores just the rank's
+    partition.
 
     Stage 3 always does, stage 2 unless the optimizer is offloaded. Otherwise DeepSpeed would store all
     gradients in fp32 on the device (6 N bytes under stage 1), so gradients are accumulated in bf16, and a
@@ -115,7 +116,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(config: RunConfig, world: World, ranks: int, sizes: Sequence[int]) -> dict[str, Any]:
-    """Keys that the user may override."""
+    """Return the keys that the user may override."""
     # The throughput timer synchronises the device in every forward pass.
     settings: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}
     if config.zero.stage:
@@ -180,7 +181,7 @@ def _even(elements: int) -> int:
 
 
 def derived_settings(config: RunConfig, world: World, batch: BatchPlan) -> dict[str, Any]:
-    """The keys that the plan derives, which a user may not set."""
+    """Return the keys that the plan derives, which a user may not set."""
     spec = get_optimizer(config.optim.name)
     optimizer = spec.deepspeed(config.optim, optimizer_kernel(config, world))
     settings: dict[str, Any] = {
@@ -210,7 +211,7 @@ def derived_settings(config: RunConfig, world: World, batch: BatchPlan) -> dict[
 
 
 def _axes(config: RunConfig) -> dict[str, Any]:
-    """Keys of tensor and context parallelism.
+    """Return the keys of tensor and context parallelism.
 
     Expert parallelism has no keys: ``engine/deepspeed/expert_parallel.py`` creates its groups and marks the
     parameters.

@@ -54,7 +54,7 @@ def add_device_overhead(memory: MemoryPlan, config: RunConfig, world: World, axe
 
 
 def uses_expandable_segments(config: RunConfig) -> bool:
-    """Whether a rank on a GPU lets torch's allocator use expandable segments.
+    """Return whether a rank on a GPU lets torch's allocator use expandable segments.
 
     They are incompatible with buffers that are registered with NCCL.
     """
@@ -62,7 +62,8 @@ def uses_expandable_segments(config: RunConfig) -> bool:
 
 
 def nccl_bytes(config: RunConfig, axes: Axes) -> int:
-    """Bytes of NCCL's buffers on a rank: one communicator for each process group of more than one rank.
+    """Return the bytes of NCCL's buffers on a rank: one communicator for each process group of more than one
+    rank.
 
     All engines have one group of all ranks. DeepSpeed adds one for each axis other than data. Megatron-core
     has groups of data, data x context, tensor, pipeline, context and model (tensor x pipeline) ranks, and

@@ -132,7 +132,7 @@ VARIANTS = {"mig", "laptop", "max", "mobile", "d", "ti", "super", "cnx"}
 
 
 def normalise_gpu_name(name: str) -> str | None:
-    """The key of ``GPUS`` for a name as a driver or a user writes it; None if it is unknown.
+    """Return the key of ``GPUS`` for a name as a driver or a user writes it; None if it is unknown.
 
     ``NVIDIA A100-SXM4-80GB`` -> ``a100-80gb``. The longest key whose parts all occur in the name matches.
     """
@@ -142,12 +142,12 @@ def normalise_gpu_name(name: str) -> str | None:
 
 
 def find_gpu(name: str | None) -> GpuSpec | None:
-    """The figures of the GPU called ``name``; None if the name is None or unknown."""
+    """Return the figures of the GPU called ``name``; None if the name is None or unknown."""
     key = normalise_gpu_name(name) if name else None
     return GPUS[key] if key else None
 
 
 def memory_bytes(world: World) -> int | None:
-    """Memory of one device, as measured on the machine or else from the table; None if unknown."""
+    """Return the memory of one device, as measured on the machine or else from the table; None if unknown."""
     known = find_gpu(world.gpu)
     return world.device_memory_bytes or (known.memory_bytes if known else None)

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.config import search
+from toolkit.config import search_path
 from toolkit.config.compose import compose, from_yaml
 from toolkit.config.schema import EngineConfig, EngineName, RunConfig
 from toolkit.errors import PlanError, Problem, Severity
@@ -202,12 +202,12 @@ def plan_errors(config: RunConfig, world: World) -> list[Problem]:
 
 
 def is_placeholder(override: str) -> bool:
-    """Whether the value is a placeholder, as in ``data.path=FOLDER``."""
+    """Return whether the value is a placeholder, as in ``data.path=FOLDER``."""
     return override.partition("=")[2].isupper()
 
 
 def small_run(overrides: Sequence[str], engine: EngineName) -> RunConfig:
-    """A small run with ``overrides``, composed without Hydra: options are read from their files."""
+    """Return a small run with ``overrides``, composed without Hydra: options are read from their files."""
     sections: dict[str, tuple[str, ...]] = {"model": ("model=llama",), "train": BATCH}
     for word in overrides:
         section = word.removeprefix("+").partition("=")[0].partition(".")[0]
@@ -218,13 +218,13 @@ def small_run(overrides: Sequence[str], engine: EngineName) -> RunConfig:
 
 @cache
 def _section(section: str, choices: tuple[str, ...]) -> Any:
-    """One section of a configuration: the file of an option, and keys that override it."""
+    """Return one section of a configuration: the file of an option, and keys that override it."""
     tree: dict[str, Any] = {}
     for choice in choices:
         name, _, value = choice.removeprefix("+").partition("=")
         *path, leaf = name.split(".")[1:] or [""]
         if not leaf:
-            text = (search.ROOT / section / f"{value}.yaml").read_text(encoding="utf-8")
+            text = (search_path.ROOT / section / f"{value}.yaml").read_text(encoding="utf-8")
             tree = {
                 key: given for key, given in (yaml.safe_load(text) or {}).items() if given != "???"
             } | GIVEN.get(choice, {})
@@ -236,13 +236,13 @@ def _section(section: str, choices: tuple[str, ...]) -> Any:
 def options(group: str) -> list[str]:
     return [
         name
-        for name in sorted(path.stem for path in (search.ROOT / group).glob("*.yaml"))
+        for name in sorted(path.stem for path in (search_path.ROOT / group).glob("*.yaml"))
         if f"{group}={name}" not in LEFT_OUT
     ]
 
 
 def experiments() -> list[str]:
-    return sorted(path.stem for path in (search.ROOT / "exp").glob("*.yaml"))
+    return sorted(path.stem for path in (search_path.ROOT / "exp").glob("*.yaml"))
 
 
 def experiment(name: str, engine: EngineName) -> Support:
@@ -256,7 +256,7 @@ def experiment(name: str, engine: EngineName) -> Support:
 
 
 def document() -> str:
-    """The text of docs/engine_support.md."""
+    """Return the text of docs/engine_support.md."""
     return "\n".join([*_introduction(), *_choices(), *_layouts(), *_experiments()]) + "\n"
 
 
@@ -315,7 +315,7 @@ def _world(engine: EngineName) -> World:
 
 
 def _with(tree: Mapping[str, Any], path: Sequence[str], leaf: str, value: Any) -> dict[str, Any]:
-    """A copy of ``tree`` with one key changed."""
+    """Return a copy of ``tree`` with one key changed."""
     if not path:
         return {**tree, leaf: value}
     return {**tree, path[0]: _with(tree.get(path[0], {}), path[1:], leaf, value)}

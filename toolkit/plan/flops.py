@@ -26,7 +26,7 @@ FORWARD_AND_BACKWARD = 3
 
 
 def model_flops(plan: RunPlan) -> float | None:
-    """FLOPs of training on one unit.
+    """Return the FLOPs of training on one unit.
 
     None for a model without a family, unless the user's task knows them or the model was traced.
     """
@@ -50,7 +50,7 @@ def flops_per_step(plan: RunPlan) -> float | None:
 
 
 def recomputed_flops(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
-    """FLOPs per token that the backward pass spends on recomputing activations."""
+    """Return the FLOPs per token that the backward pass spends on recomputing activations."""
     if config.engine.name is EngineName.megatron:
         return _recomputed_by_megatron(config, shape, forward)
     return _recomputed_by_torch(config, shape, forward)
@@ -63,7 +63,7 @@ def peak_flops(plan: RunPlan) -> float | None:
 
 
 def why_no_utilisation(plan: RunPlan) -> str | None:
-    """Why utilisation is not reported; None if it is."""
+    """Return why utilisation is not reported; None if it is."""
     if model_flops(plan) is None and plan.config.task.target is not None:
         return "the task does not define flops_per_unit"
     if model_flops(plan) is None:
@@ -78,7 +78,7 @@ def why_no_utilisation(plan: RunPlan) -> str | None:
 
 
 def _per_unit(plan: RunPlan, name: str) -> float | None:
-    """The trace's ``model_flops`` or ``hardware_flops`` of one unit; None without a trace."""
+    """Return the trace's ``model_flops`` or ``hardware_flops`` of one unit; None without a trace."""
     if not isinstance(plan.trace, ModuleTrace):
         return None
     flops: float = getattr(plan.trace, name)
@@ -90,7 +90,8 @@ def _forward(plan: RunPlan, shape: ModelShape) -> ForwardFlops:
 
 
 def _recomputed_by_torch(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
-    """FLOPs that ``torch.utils.checkpoint`` recomputes: none in selective mode, which stores matrix products.
+    """Return the FLOPs that ``torch.utils.checkpoint`` recomputes: none in selective mode, which stores
+    matrix products.
 
     Recomputation stops once all saved tensors exist again, which is before the last matrix product of a
     block. That product is computed too with experts, whose outputs are weighted, with dropout, and under ZeRO
@@ -107,7 +108,9 @@ def _recomputed_by_torch(config: RunConfig, shape: ModelShape, forward: ForwardF
 
 
 def _recomputed_by_megatron(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
-    """FLOPs of the blocks, or submodules of all blocks, that Megatron-core is configured to recompute."""
+    """Return the FLOPs of the blocks, or submodules of all blocks, that Megatron-core is configured to
+    recompute.
+    """
     keys = recomputation_keys(config, shape)
     granularity = keys.get("recompute_granularity")
     if granularity == "full":

@@ -39,7 +39,9 @@ class FormulaCheck:
 
 
 def whole_model(plan: RunPlan) -> RunPlan:
-    """The plan of one micro-batch of the same model with plain torch on one rank, without torch.compile."""
+    """Return the plan of one micro-batch of the same model with plain torch on one rank, without
+    torch.compile.
+    """
     config = replace(
         plan.config,
         engine=EngineConfig(name=EngineName.local),
@@ -89,12 +91,12 @@ class CheckedFormulas:
         yield FormulaCheck("FLOPs with recomputation", hardware * units, trace.hardware_flops)
 
     def to_json(self) -> dict[str, Any]:
-        """The trace, and under ``checks`` the comparison."""
+        """Return the trace, and under ``checks`` the comparison."""
         checks = [{**asdict(check), "difference": check.difference} for check in self.checks()]
         return {**self.trace.to_json(), "checks": checks}
 
     def format(self) -> RenderableType:
-        """The comparison as a table for the terminal."""
+        """Return the comparison as a table for the terminal."""
         from rich.table import Table
         from rich.text import Text
 

@@ -62,7 +62,7 @@ class HuggingFaceModel:
 
 
 def is_causal(model: ModelConfig) -> bool:
-    """Whether ``model.hf`` is a language model that predicts the next token."""
+    """Return whether ``model.hf`` is a language model that predicts the next token."""
     return model.hf.architecture is not None and model.hf.architecture.endswith(CAUSAL)
 
 
@@ -260,7 +260,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def block_number(name: str) -> int | None:
-    """The number of a block: the first number in the name of its parameters."""
+    """Return the number of a block: the first number in the name of its parameters."""
     found = re.search(r"\.(\d+)\.", name)
     return None if found is None else int(found[1])
 

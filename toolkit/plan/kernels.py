@@ -92,7 +92,9 @@ def _loss(config: RunConfig, device: Device, shape: ModelShape | None, tokens: i
 
 
 def megatron_logits_key(config: RunConfig) -> str | None:
-    """The setting of Megatron-core with which its output layer must compute logits; None if there is none."""
+    """Return the setting of Megatron-core with which its output layer must compute logits; None if there is
+    none.
+    """
     if config.engine.name is not EngineName.megatron:
         return None
     settings = (LOSS_FUSION, "defer_embedding_wgrad_compute")
@@ -100,7 +102,7 @@ def megatron_logits_key(config: RunConfig) -> str | None:
 
 
 def loss_chunk(config: RunConfig, vocabulary: int) -> int:
-    """Tokens of a chunk of the fused loss.
+    """Return tokens of a chunk of the fused loss.
 
     By default as many as have CHUNK_BYTES of fp32 logits, because every chunk reads and writes the gradient
     of the weight, which takes as long as multiplying some hundred tokens. Tensor ranks have a part of the
@@ -115,7 +117,8 @@ def fused_loss_chunk(config: RunConfig, kernels: Kernels, vocabulary: int) -> in
 
 
 def loss_backend(config: RunConfig, world: World) -> str | None:
-    """The backend of torch.compile that fuses the elementwise operations of the fused loss; None: none does.
+    """Return the backend of torch.compile that fuses the elementwise operations of the fused loss; None: none
+    does.
 
     Megatron-core compiles its own fused operations on GPUs, whatever ``compile.mode`` is.
     """

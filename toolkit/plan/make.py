@@ -22,13 +22,13 @@ from toolkit.plan.deepspeed_file import accept_file_keys
 from toolkit.plan.device_overhead import add_device_overhead
 from toolkit.plan.hugging_face import HuggingFaceModel, describe
 from toolkit.plan.kernels import choose_kernels
-from toolkit.plan.length import resolve_length
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.memory_verdict import DOES_NOT_FIT, MAY_NOT_FIT, Fit, judge_memory, nearest_change
 from toolkit.plan.rank_parameters import rank_parameters
 from toolkit.plan.rule_context import RuleContext
 from toolkit.plan.saves import plan_saves
 from toolkit.plan.trace import ModuleTrace, NotTraced
+from toolkit.plan.train_steps import resolve_train_steps
 from toolkit.plan.types import BatchPlan, MemoryPlan, RunPlan, World
 
 
@@ -48,7 +48,7 @@ class DraftPlan:
     found: tuple[Problem, ...]
 
     def problems(self) -> tuple[Problem, ...]:
-        """All problems, errors first."""
+        """Return all problems, errors first."""
         every = [*self.found, *rules.find_problems(self.context)]
         return tuple(sorted(every, key=lambda problem: problem.severity is not Severity.ERROR))
 
@@ -56,10 +56,10 @@ class DraftPlan:
 def make_plan(config: RunConfig, world: World, trace: ModuleTrace | NotTraced | None = None) -> RunPlan:
     """Plan ``config`` on ``world``.
 
-    ``model.pretrained`` must be resolved (plan/pretrained.py), and ``train.epochs`` (plan/length.py). This
-    reads no files. A model of transformers without a family is built without memory, to count its parameters
-    (plan/hugging_face.py). A run that does not fit in memory, and breaks no other rule, is planned with other
-    settings to find a remedy.
+    ``model.pretrained`` must be resolved (plan/pretrained.py), and ``train.epochs`` (plan/train_steps.py).
+    This reads no files. A model of transformers without a family is built without memory, to count its
+    parameters (plan/hugging_face.py). A run that does not fit in memory, and breaks no other rule, is planned
+    with other settings to find a remedy.
 
     Args:
         trace: of a model without a family, whose activations and FLOPs, and for ``model.target`` parameters,
@@ -112,7 +112,7 @@ def draft_plan(config: RunConfig, world: World, trace: ModuleTrace | NotTraced |
     explain why another layout is better.
     """
     problems: list[Problem] = []
-    config = _with_length(config, problems)
+    config = _with_train_steps(config, problems)
     config, given = _with_known_optimizer(config, problems), config
     family, shape = _shape(config, problems)
     hugging_face_model = _describe_hugging_face_model(config, problems)
@@ -198,7 +198,7 @@ def _engine_settings(
 
 
 def _tokens(config: RunConfig, batch: BatchPlan | None) -> int | None:
-    """Tokens of a micro-batch on a rank."""
+    """Return tokens of a micro-batch on a rank."""
     if batch is None:
         return None
     return batch.micro_batch * config.train.sequence_length // config.parallel.context
@@ -213,18 +213,18 @@ def _with_trace(memory: MemoryPlan, trace: ModuleTrace, micro_batch: int) -> Mem
     return replace(memory, activations=saved, temporaries=max(peak, memory.temporaries) - saved)
 
 
-def _with_length(config: RunConfig, problems: list[Problem]) -> RunConfig:
+def _with_train_steps(config: RunConfig, problems: list[Problem]) -> RunConfig:
     try:
-        return resolve_length(config)
+        return resolve_train_steps(config)
     except PlanError as error:
         problems += error.problems
         # Any length will do to find the other problems.
         train = replace(config.train, tokens=None, epochs=None)
-        return resolve_length(replace(config, train=train))
+        return resolve_train_steps(replace(config, train=train))
 
 
 def _sizes(shape: ModelShape | None, parameters: tuple[ParameterSpec, ...], axes: Axes | None) -> list[int]:
-    """Elements of each parameter on a rank of the largest stage; empty for ``model.target``."""
+    """Return the elements of each parameter on a rank of the largest stage; empty for ``model.target``."""
     if axes is None or not parameters:
         return []
     stages = [[spec.numel for spec in specs] for _, specs in rank_parameters(shape, parameters, axes)]

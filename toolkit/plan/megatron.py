@@ -29,7 +29,7 @@ GPT_MODEL_ARGUMENTS = ("position_embedding_type", "rotary_base")
 def build_settings(
     config: RunConfig, world: World, axes: Axes, shape: ModelShape
 ) -> dict[str, dict[str, Any]]:
-    """Sections ``transformer``, ``ddp``, ``optimizer`` (fields of TransformerConfig,
+    """Return the sections ``transformer``, ``ddp``, ``optimizer`` (fields of TransformerConfig,
     DistributedDataParallelConfig and OptimizerConfig) and ``model`` (arguments of GPTModel).
     """
     transformer, ddp, optimizer = megatron_keys(config)
@@ -48,7 +48,7 @@ def build_settings(
 
 
 def padded_vocabulary(size: int, tensor: int) -> int:
-    """Rows of the embedding, padded to a multiple of ``tensor``.
+    """Return the rows of the embedding, padded to a multiple of ``tensor``.
 
     Padded rows are zero, and masked in the logits.
     """
@@ -56,7 +56,8 @@ def padded_vocabulary(size: int, tensor: int) -> int:
 
 
 def sequence_parallel(config: RunConfig) -> bool:
-    """Whether tensor ranks share norms and dropout along the sequence (Korthikanti et al., 2205.05198).
+    """Return whether tensor ranks share norms and dropout along the sequence (Korthikanti et al.,
+    2205.05198).
 
     This needs less memory for the same communication, so it is the default if the sequence is divisible.
     """
@@ -66,7 +67,8 @@ def sequence_parallel(config: RunConfig) -> bool:
 
 
 def needs_single_cuda_queue(config: RunConfig, world: World) -> bool:
-    """Whether CUDA has to start kernels in the order of their calls (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
+    """Return whether CUDA has to start kernels in the order of their calls
+    (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
 
     Tensor and context parallelism start a collective before the matrix multiplication that hides it. With
     several hardware queues the multiplication may occupy the GPU first
@@ -88,7 +90,7 @@ def virtual_stages(config: RunConfig) -> int:
 
 
 def _transformer_defaults(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
-    """Keys that the user may override."""
+    """Return the keys that the user may override."""
     settings: dict[str, Any] = {"sequence_parallel": sequence_parallel(config)}
     if config.parallel.expert > 1:
         settings["moe_token_dispatcher_type"] = "alltoall"

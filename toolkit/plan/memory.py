@@ -47,7 +47,7 @@ def plan_memory(
     *,
     kernels: Kernels,
 ) -> MemoryPlan:
-    """Bytes on the rank with the most memory.
+    """Return the bytes on the rank with the most memory.
 
     Args:
         shape: None for a model without a family, whose activations are unknown.
@@ -69,7 +69,7 @@ def stage_memory(
     *,
     kernels: Kernels,
 ) -> list[MemoryPlan]:
-    """Memory of one rank of each pipeline stage; without a pipeline there is one stage."""
+    """Return the memory of one rank of each pipeline stage; without a pipeline there is one stage."""
     if config.engine.name is EngineName.megatron and shape is not None:
         return memory_megatron.stage_memory(
             config, shape, axes, batch, device, kernels=kernels, settings=settings or {}
@@ -139,7 +139,7 @@ def _block_layout(config: RunConfig, axes: Axes, device: Device, kernels: Kernel
 def _model_activations(
     config: RunConfig, shape: ModelShape, layout: BlockLayout, axes: Axes, batch: BatchPlan, kernels: Kernels
 ) -> StageActivations:
-    """The activations of a stage with all blocks."""
+    """Return the activations of a stage with all blocks."""
     return StageActivations(
         shape=shape,
         layout=layout,
@@ -152,7 +152,9 @@ def _model_activations(
 
 
 def _temporary_bytes(run: ZeroRun, activations: StageActivations | None, stage: int, kernels: Kernels) -> int:
-    """Bytes on top of states and activations: in a block's backward pass, or in the optimizer's step."""
+    """Return the bytes on top of states and activations: in a block's backward pass, or in the optimizer's
+    step.
+    """
     backward = step = loss = 0
     if activations is not None:
         shape, layout, tokens = activations.shape, activations.layout, activations.tokens

@@ -77,7 +77,7 @@ def stage_memory(
     kernels: Kernels,
     settings: Mapping[str, Any],
 ) -> list[MemoryPlan]:
-    """Memory of one rank of each pipeline stage.
+    """Return the memory of one rank of each pipeline stage.
 
     The only buffers are those that sequence parallelism gathers into.
 
@@ -143,7 +143,7 @@ def stage_memory(
 def _backward_bytes(
     shape: ModelShape, layout: ActivationLayout, rows: int, settings: Mapping[str, Any]
 ) -> int:
-    """Bytes of gradients inside one block's backward pass.
+    """Return the bytes of gradients inside one block's backward pass.
 
     The gradient of a weight is a tensor of its own, unless the matrix product adds it to the fp32 buffer.
     The distributed optimizer steps on views of that buffer, without copies.
@@ -169,7 +169,8 @@ def _activations(
     *,
     pinned: bool,
 ) -> tuple[int, int, int]:
-    """Bytes of blocks' activations: stored on the device, recomputed there at a time, and on the host.
+    """Return the bytes of blocks' activations: stored on the device, recomputed there at a time, and on the
+    host.
 
     A stage has ``chunks``; ``passes`` forward passes through one chunk each are in flight. Memory on the host
     is ``pinned``.
@@ -208,7 +209,7 @@ class StageStateBytes:
 
 
 def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateBytes]:
-    """Bytes of each pipeline stage.
+    """Return the bytes of each pipeline stage.
 
     Sizes that ``tensor`` does not divide are rounded up; a rule refuses such runs.
     """
@@ -228,7 +229,7 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateB
 def _stage_elements(
     shape: ModelShape, axes: Axes, layers: tuple[int, ...], virtual: int, *, distributed: bool
 ) -> tuple[tuple[int, int], ...]:
-    """For each pipeline stage, the parameters of a rank and those that it updates, with padding.
+    """Return for each pipeline stage the parameters of a rank and those that it updates, with padding.
 
     Cached because a search plans the same axes with many micro-batches and kinds of recomputation.
 
@@ -263,14 +264,14 @@ def _stage_elements(
 
 @lru_cache(maxsize=8)
 def _tensors(shape: ModelShape) -> tuple[MegatronTensor, ...]:
-    """The tensors of a model, which a search over layouts plans many times."""
+    """Return the tensors of a model, which a search over layouts plans many times."""
     return tuple(get_family(shape.family).megatron_tensors(shape))
 
 
 def buffer_elements(
     sizes: Sequence[int], ranks: int, own_bucket: set[int] | frozenset[int] = frozenset()
 ) -> int:
-    """Elements of the flat buffer of parameters with ``sizes``, in the model's order.
+    """Return the elements of the flat buffer of parameters with ``sizes``, in the model's order.
 
     Parameters in ``own_bucket`` (a tied embedding) get their own bucket. The padding between the other
     buckets of a large model, less than 128 elements each, is not counted.
@@ -315,7 +316,7 @@ def _chunk(
 
 
 def _elements(tensor: MegatronTensor, ranks: int) -> int:
-    """Elements of ``tensor`` on one of ``ranks`` tensor-parallel ranks."""
+    """Return the elements of ``tensor`` on one of ``ranks`` tensor-parallel ranks."""
     if tensor.cut is TensorCut.whole:
         return math.prod(tensor.shape)
     if tensor.cut is TensorCut.vocabulary:

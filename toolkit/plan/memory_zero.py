@@ -206,7 +206,9 @@ def _by_rank(group: OptimizerGroup, ranks: int) -> list[int]:
 
 
 def _zero12_moment_bytes(group: OptimizerGroup, partition: int, run: ZeroRun) -> int:
-    """Bytes of moments of a group. Muon stores the momentum of full parameters in the gradients' dtype."""
+    """Return the bytes of moments of a group. Muon stores the momentum of full parameters in the gradients'
+    dtype.
+    """
     if group.whole and not run.offloaded:
         return max(group.touched) * run.element
     return partition * group.element_bytes
@@ -249,7 +251,7 @@ def zero3_bytes(run: ZeroRun) -> StateBytes:
 
 
 def _secondary(run: ZeroRun) -> int:
-    """Elements of ZeRO++'s secondary partition (hpZ).
+    """Return the elements of ZeRO++'s secondary partition (hpZ).
 
     From the first use of a parameter to the end of the step, a rank stores its part of a second copy of the
     parameter, which ``zero_hpz_partition_size`` ranks share.
@@ -259,9 +261,10 @@ def _secondary(run: ZeroRun) -> int:
 
 
 def _live(run: ZeroRun) -> int:
-    """Elements gathered at a time, at most: DeepSpeed prefetches until ``stage3_max_live_parameters`` are
-    gathered, always gathers what runs now (at most one block, or the largest other parameter), and keeps what
-    is used again within ``stage3_max_reuse_distance`` (partitioned_param_coordinator.py).
+    """Return the elements gathered at a time, at most: DeepSpeed prefetches until
+    ``stage3_max_live_parameters`` are gathered, always gathers what runs now (at most one block, or the
+    largest other parameter), and keeps what is used again within ``stage3_max_reuse_distance``
+    (partitioned_param_coordinator.py).
     """
     blocks: dict[int, int] = {}
     largest = 0
@@ -276,7 +279,7 @@ def _live(run: ZeroRun) -> int:
 
 
 def zero3_setting(settings: Mapping[str, Any], name: str, default: int) -> Any:
-    """The value of a ZeRO 3 key, which DeepSpeed reads with and without its prefix."""
+    """Return the value of a ZeRO 3 key, which DeepSpeed reads with and without its prefix."""
     return settings.get(f"stage3_{name}", settings.get(name, default))
 
 

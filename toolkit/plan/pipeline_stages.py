@@ -28,7 +28,7 @@ class PipelineStage:
 def split_into_stages(
     parameters: Sequence[ParameterSpec], count: int, tied: Collection[str]
 ) -> tuple[PipelineStage, ...]:
-    """The stages of a model with ``parameters`` in ``state_dict`` order.
+    """Return the stages of a model with ``parameters`` in ``state_dict`` order.
 
     The head also has those named in ``tied``.
     """
@@ -80,7 +80,7 @@ def _bounds(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 
 def stage_layers(shape: ModelShape, stages: int, given: Mapping[str, object]) -> list[int]:
-    """Number of blocks of each of Megatron-core's stages.
+    """Return the number of blocks of each of Megatron-core's stages.
 
     ``given`` are the user's keys, which may set the size of the first and last stage.
     """

@@ -22,7 +22,7 @@ from toolkit.plan.deepspeed import tensor_parallel_dim
 def rank_parameters(
     shape: ModelShape | None, parameters: Sequence[ParameterSpec], axes: Axes
 ) -> list[tuple[range, tuple[ParameterSpec, ...]]]:
-    """For each pipeline stage, the indices of its blocks and the parameters with their sizes on a rank.
+    """Return for each pipeline stage the indices of its blocks and the parameters with their sizes on a rank.
 
     Sizes that an axis does not divide are rounded up; a rule refuses such runs. Without a ``shape`` (a model
     of transformers without a family) there are no axes, and the blocks are not known.

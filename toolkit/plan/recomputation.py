@@ -10,7 +10,8 @@ from toolkit.plan.pipeline_stages import stage_layers
 
 
 def recomputation_keys(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
-    """The keys ``recompute_*`` of Megatron-core's ``TransformerConfig``; empty if nothing is recomputed.
+    """Return the keys ``recompute_*`` of Megatron-core's ``TransformerConfig``; empty if nothing is
+    recomputed.
 
     ``full`` checkpoints the blocks one by one. For every N-th block, Megatron-core's method ``block``
     recomputes as many, but the first ones of each stage: one number serves all stages and virtual stages.

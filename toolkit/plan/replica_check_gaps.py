@@ -9,7 +9,7 @@ from toolkit.plan.types import RunPlan
 
 
 def replica_check_gaps(plan: RunPlan) -> list[str]:
-    """One phrase for each kind of state that is not compared."""
+    """Return one phrase for each kind of state that is not compared."""
     config, axes = plan.config, plan.axes
     if axes.size == 1:
         return ["one rank: there are no replicas"]

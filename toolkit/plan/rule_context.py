@@ -71,7 +71,7 @@ class RuleContext:
         return None if described is None else described.max_position_embeddings
 
     def size_key(self, name: str) -> str:
-        """The key of the size ``name``, as a user types it for this kind of model."""
+        """Return the key of the size ``name``, as a user types it for this kind of model."""
         prefixes = {"model.target": "+model.arguments", "model.hf.architecture": "+model.hf.config"}
         return f"{prefixes.get(self.config.model.source_key, 'model')}.{name}"
 
@@ -90,13 +90,13 @@ def format_keys(config: RunConfig, *keys: str) -> str:
 
 
 def make_error(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
-    """An error about the space-separated ``keys``; the first one is at fault."""
+    """Return an error about the space-separated ``keys``; the first one is at fault."""
     names = keys.split()
     return Problem(names[0], format_keys(config, *names), rule, remedy)
 
 
 def make_warning(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
-    """A warning about the space-separated ``keys``; the first one is at fault."""
+    """Return a warning about the space-separated ``keys``; the first one is at fault."""
     names = keys.split()
     return Problem(names[0], format_keys(config, *names), rule, remedy, Severity.WARNING)
 

@@ -42,7 +42,9 @@ def attention_kernel_is_possible(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def dense_masks_are_slow(ctx: RuleContext) -> Iterator[Problem]:
-    """On CPUs it is the plain path, which GPU kernels are compared with."""
+    """A mask of all pairs is slow on GPUs. On CPUs it is the plain path, with which GPU kernels are
+    compared.
+    """
     config = ctx.config
     if ctx.kernels is None or ctx.batch is None or ctx.world.device is Device.CPU:
         return

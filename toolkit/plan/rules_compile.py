@@ -29,7 +29,7 @@ class CompileObstacle:
 
 
 def compile_obstacles(config: RunConfig, world: World, mode: CompileMode) -> Iterator[CompileObstacle]:
-    """Every reason why ``mode``, layers or full, is impossible."""
+    """Yield every reason why ``mode``, layers or full, is impossible."""
     key, parallel = "compile.mode", config.parallel
     if config.engine.name is EngineName.megatron:
         yield CompileObstacle(

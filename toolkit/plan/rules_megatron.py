@@ -397,7 +397,9 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _nearest_fitting_size(layers: int, stages: int, written: dict[str, int], name: str) -> int:
-    """The nearest size of the stage ``name`` that leaves a whole number of layers for the stages between."""
+    """Return the nearest size of the stage ``name`` that leaves a whole number of layers for the stages
+    between.
+    """
     others = sum(size for other, size in written.items() if other != name)
     between = stages - len(written)
     fits = [

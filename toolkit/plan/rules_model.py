@@ -118,7 +118,7 @@ def other_models_have_a_task(ctx: RuleContext) -> Iterator[Problem]:
     config, hf = ctx.config, ctx.config.model.hf
     if hf.architecture is None or is_causal(config.model) or config.task.target is not None:
         return
-    if not config.data.images:
+    if not config.data.is_arrays:
         known = next((task for end, task in TASKS.items() if hf.architecture.endswith(end)), None)
         yield make_error(
             config,
@@ -131,7 +131,7 @@ def other_models_have_a_task(ctx: RuleContext) -> Iterator[Problem]:
 
 def image_data_needs_an_image_model(ctx: RuleContext) -> Iterator[Problem]:
     config = ctx.config
-    if not config.data.images:
+    if not config.data.is_arrays:
         return
     if ctx.of_a_family and ctx.megatron:
         yield make_error(
@@ -166,7 +166,7 @@ def image_data_needs_an_image_model(ctx: RuleContext) -> Iterator[Problem]:
 
 def sequence_fits_the_model(ctx: RuleContext) -> Iterator[Problem]:
     limit, length = ctx.max_position_embeddings, ctx.config.train.sequence_length
-    if limit is not None and length > limit and not ctx.config.data.images:
+    if limit is not None and length > limit and not ctx.config.data.is_arrays:
         key = ctx.size_key("max_position_embeddings")
         yield Problem(
             "train.sequence_length",

@@ -52,7 +52,7 @@ def fused_loss_fits(ctx: RuleContext) -> Iterator[Problem]:
             "a module of your own computes its loss itself, or returns the logits to your task",
             "write train.loss_kernel=auto",
         )
-    elif config.data.images:
+    elif config.data.is_arrays:
         yield make_error(
             config,
             "train.loss_kernel data.name",
@@ -198,7 +198,10 @@ def tracked_metrics_are_evaluated(ctx: RuleContext) -> Iterator[Problem]:
         name, _, column = metric.rpartition("/")
         if not config.eval.every:
             yield make_error(
-                config, f"{key} eval.every", "a metric is measured by evaluations", "write eval.every=100"
+                config,
+                f"{key} eval.every",
+                "a tracked metric is measured by evaluations",
+                "write eval.every=100",
             )
         elif name not in config.eval.sets or not column:
             sets = [f"{each}/{column or 'loss'}" for each in config.eval.sets]
@@ -273,7 +276,7 @@ def fork_excludes_resume(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def only_text_has_documents(ctx: RuleContext) -> Iterator[Problem]:
-    if ctx.config.data.documents is DocumentMasking.separate and ctx.config.data.images:
+    if ctx.config.data.documents is DocumentMasking.separate and ctx.config.data.is_arrays:
         yield make_error(
             ctx.config, "data.documents data.name", "only text has documents", "leave out data.documents"
         )

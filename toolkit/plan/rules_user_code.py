@@ -11,7 +11,7 @@ from toolkit.plan.rule_context import Rule, RuleContext, make_error
 
 def custom_data_has_a_dataset(ctx: RuleContext) -> Iterator[Problem]:
     data = ctx.config.data
-    if data.custom:
+    if data.is_custom:
         if data.target is None:
             yield make_error(
                 ctx.config,

@@ -21,7 +21,7 @@ FACTOR_RULE = "schedule.target is a function of (step, samples) that returns the
 
 
 def learning_rate(plan: RunPlan, step: int) -> float:
-    """The learning rate of optimizer step ``step``; the first step is 0.
+    """Return the learning rate of optimizer step ``step``; the first step is 0.
 
     Raises:
         ConfigError: ``schedule.target`` raises an error, or returns something else than a finite number >= 0.
@@ -124,7 +124,7 @@ def decay_span(schedule: ScheduleConfig, steps: int) -> tuple[int, int]:
 
 
 def scheduled_rate(config: RunConfig, step: int) -> float:
-    """The rate of a schedule that is not custom.
+    """Return the rate of a schedule that is not custom.
 
     Warm-up by ``(step + 1) / warmup`` to the peak, then the schedule down to ``min_lr``.
 
@@ -145,7 +145,7 @@ def scheduled_rate(config: RunConfig, step: int) -> float:
 
 
 def shown_steps(config: RunConfig) -> list[int]:
-    """The steps at which a plan shows the learning rate: the ends of its parts.
+    """Return the steps at which a plan shows the learning rate: the ends of its parts.
 
     Of a custom schedule the first two, the last, and others at equal distances.
     """

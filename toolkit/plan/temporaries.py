@@ -24,7 +24,8 @@ MESSAGES = 3  # the next input, the gradient that arrives and the one that leave
 def block_gradient_bytes(
     shape: ModelShape, *, element: int, tensor: int = 1, sequence_ranks: int = 1, scores: int = 0
 ) -> int:
-    """Bytes per token of gradients inside a block, at their peak in the feed-forward or in attention.
+    """Return the bytes per token of gradients inside a block, at their peak in the feed-forward or in
+    attention.
 
     Args:
         element: bytes of an element.
@@ -49,7 +50,7 @@ def block_gradient_bytes(
 def weight_gradient_bytes(
     shape: ModelShape, tokens: int, weight: int, *, element: int, tensor: int = 1
 ) -> int:
-    """Bytes of the gradient of a block's largest ``weight`` beyond :func:`block_gradient_bytes`.
+    """Return the bytes of the gradient of a block's largest ``weight`` beyond :func:`block_gradient_bytes`.
 
     It exists before it is added to a buffer. By then the four tensors of the feed-forward that the first
     product of its backward pass needed are freed.
@@ -59,7 +60,7 @@ def weight_gradient_bytes(
 
 
 def message_bytes(boundary: int, pipeline: int, chunks: int = 1) -> int:
-    """Bytes of activations and gradients on their way between pipeline stages.
+    """Return the bytes of activations and gradients on their way between pipeline stages.
 
     Args:
         boundary: bytes of the residual stream of a micro-batch.
@@ -72,7 +73,7 @@ def message_bytes(boundary: int, pipeline: int, chunks: int = 1) -> int:
 def deepspeed_step_bytes(
     groups: Sequence[OptimizerGroup], *, stage: int, element: int, fp32_gradients: bool, foreach: bool
 ) -> int:
-    """Bytes of copies in the step of a DeepSpeed optimizer on the device, of the largest group.
+    """Return the bytes of copies in the step of a DeepSpeed optimizer on the device, of the largest group.
 
     Args:
         element: bytes of an element of parameters.
@@ -88,7 +89,7 @@ def deepspeed_step_bytes(
 
 
 def peak_temporary_bytes(*, backward: int, step: int, loss: int, activations: int) -> int:
-    """Bytes on top of states and activations at the peak of a step.
+    """Return the bytes on top of states and activations at the peak of a step.
 
     Args:
         backward: gradients inside one block, in all tokens of a micro-batch.
@@ -101,5 +102,7 @@ def peak_temporary_bytes(*, backward: int, step: int, loss: int, activations: in
 
 
 def largest_weight_bytes(sizes: Iterable[int], element: int) -> int:
-    """Bytes of the gradient of the largest parameter, which exists before it is added to a buffer."""
+    """Return the bytes of the gradient of the largest parameter, which exists before it is added to a
+    buffer.
+    """
     return max(sizes, default=0) * element

@@ -1,4 +1,4 @@
-"""What a trace of a model's own module found: memory and FLOPs of one micro-batch on one rank.
+"""The result of tracing a model's own module: memory and FLOPs of one micro-batch on one rank.
 
 A trace runs the forward and the backward pass without computing values (``toolkit/models/trace.py``). It is
 the only source of these figures for a model without a family, and a check of the formulas for the others.
@@ -15,7 +15,7 @@ from toolkit.families.base import ParameterSpec
 
 @dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """What all calls of one operator do in one pass, from which their time is predicted.
+    """The work of all calls of one operator in one pass, from which their time is predicted.
 
     Attributes:
         flops: that kernels compute: those of attention without the pairs that a causal kernel skips, and in
@@ -84,7 +84,7 @@ class ModuleTrace:
         return self.hardware_flops - self.recomputed_flops
 
     def to_json(self) -> dict[str, Any]:
-        """The attributes, with the number of parameters instead of their list."""
+        """Return the attributes, with the number of parameters instead of their list."""
         return {**asdict(replace(self, parameters=())), "parameters": self.numel}
 
 

@@ -16,7 +16,7 @@ COST = (
 
 
 def fits_megatron(version: str) -> bool:
-    """Whether this version of Transformer Engine is in the range. Suffixes of builds do not matter."""
+    """Return whether this version of Transformer Engine is in the range. Suffixes of builds do not matter."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
@@ -27,12 +27,14 @@ def fits_megatron(version: str) -> bool:
 
 
 def has_transformer_engine(world: World) -> bool:
-    """Whether ranks on ``world`` use its layers, if they run Megatron-core."""
+    """Return whether ranks on ``world`` use its layers, if they run Megatron-core."""
     version = world.transformer_engine
     return world.device is Device.CUDA and version is not None and fits_megatron(version)
 
 
 def install_command(torch_cuda: str | None) -> str:
-    """The command that installs it for torch's version of CUDA. Its extension is compiled on the machine."""
+    """Return the command that installs it for torch's version of CUDA. Its extension is compiled on the
+    machine.
+    """
     core = "core" if torch_cuda is None else f"core_cu{torch_cuda.partition('.')[0]}"
     return f"pip install --no-build-isolation 'transformer-engine[{core},pytorch]{TESTED}'"

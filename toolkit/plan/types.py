@@ -85,7 +85,7 @@ class BatchPlan:
         return tuple(self._micro_batches(stage.size) for stage in self.stages)
 
     def at(self, step: int) -> GlobalBatch:
-        """The global batch of optimizer step ``step``; the first step is 0."""
+        """Return the global batch of optimizer step ``step``; the first step is 0."""
         stage = next(stage for stage in reversed(self.stages) if stage.first_step <= step)
         first = stage.first_sample + (step - stage.first_step) * stage.size
         return GlobalBatch(step, first, stage.size, self._micro_batches(stage.size))
@@ -222,7 +222,7 @@ class RunPlan:
         """The unit of mean losses and of throughput, in the plural."""
         if self.task_unit is not None:
             return self.task_unit
-        if self.config.task.target is None and self.config.data.images:
+        if self.config.task.target is None and self.config.data.is_arrays:
             return "images"
         return "tokens" if self.config.task.target is None and self.config.data.is_text else "samples"
 

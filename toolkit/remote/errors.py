@@ -16,7 +16,7 @@ _INSTANCE = ("169.254.169.254", "metadata.google.internal", "MissingAccount", "M
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a folder of a store holds, for the texts of errors.
+    """The description of a store's folder in the texts of errors.
 
     Attributes:
         key: The configuration key that names the folder.

@@ -56,13 +56,13 @@ def check_budget(config: RunConfig, ranks: int, directory: RunDirectory, now: da
 
 
 def start_hours(usage: list[AttemptUsage]) -> float:
-    """Hours from a start to the end of the first step, as measured; 0 before the first one."""
+    """Return the hours from a start to the end of the first step, as measured; 0 before the first one."""
     measured = [seconds for each in usage if (seconds := each.attempt.times.start_seconds) is not None]
     return median(measured) / HOUR if measured else 0.0
 
 
 def _stopped_limit(config: RunConfig, directory: RunDirectory) -> str | None:
-    """The key of the limit that stopped the last attempt, if the budget is still the same."""
+    """Return the key of the limit that stopped the last attempt, if the budget is still the same."""
     from toolkit.config.compose import from_yaml
 
     status = directory.status()
@@ -75,7 +75,7 @@ def _stopped_limit(config: RunConfig, directory: RunDirectory) -> str | None:
 
 
 def _remedy(limit: BudgetLimit, needed: float, now: datetime) -> str:
-    """A larger limit, which leaves at least as much again."""
+    """Return a larger limit, which leaves at least as much again."""
     if limit.key == "budget.until":
         tomorrow = max(now, now + timedelta(hours=limit.limit)) + timedelta(days=1)
         return f"write a later time: budget.until={tomorrow.isoformat(timespec='seconds')}"

@@ -38,15 +38,15 @@ from toolkit.goodput import (
 from toolkit.rows import last_row
 from toolkit.rundir.lock import acquire_lock
 from toolkit.rundir.repeated_steps import cut_rows, move_rows
-from toolkit.rundir.source import (
+from toolkit.rundir.start_state import (
     OTHER_FOLDER_REMEDY,
-    SourceKind,
+    StartKind,
     check_folder,
     check_fork,
     check_identity,
     check_same_run,
     resolve_parent,
-    resolve_source,
+    resolve_start_state,
 )
 from toolkit.rundir.status import RunState, Status, read_status, write_status
 
@@ -123,9 +123,9 @@ class RunDirectory:
         if config.resume == "auto" and found.disagreements:
             raise disagreement_error(self.checkpoints, found)
         # resume=never rejects a usable checkpoint; if the files disagree, it is the user's decision.
-        source = resolve_source(config, None if found.disagreements else found.checkpoint)
-        if source.kind is SourceKind.RESUME and source.path is not None:
-            check_same_run(config, source.path)
+        start = resolve_start_state(config, None if found.disagreements else found.checkpoint)
+        if start.kind is StartKind.RESUME and start.path is not None:
+            check_same_run(config, start.path)
 
     def begin(self, config: RunConfig, plan: Mapping[str, Any], *, began: float | None = None) -> int:
         """Lock the folder for this process, unless it is locked already, and open the next attempt. Returns

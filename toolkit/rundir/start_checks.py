@@ -13,7 +13,7 @@ from toolkit.errors import Problem, Severity
 from toolkit.plan.schedule import decay_span, scheduled_rate
 from toolkit.rows import last_row
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.source import SourceKind, find_run_directory, resolve_source
+from toolkit.rundir.start_state import StartKind, find_run_directory, resolve_start_state
 from toolkit.rundir.status import RunState, Status
 
 
@@ -86,10 +86,10 @@ def schedule_warning(config: RunConfig, directory: RunDirectory) -> Problem | No
     """
     if config.schedule.name is ScheduleName.custom:
         return None  # its arguments are part of the run's identity, and train.steps is not among them
-    source = resolve_source(config, directory.newest_checkpoint())
-    if source.kind is not SourceKind.RESUME or not isinstance(source.path, Path):
+    start = resolve_start_state(config, directory.newest_checkpoint())
+    if start.kind is not StartKind.RESUME or not isinstance(start.path, Path):
         return None
-    folder = find_run_directory(source.path.absolute())
+    folder = find_run_directory(start.path.absolute())
     row = last_row(RunDirectory(folder).metrics_file) if folder is not None else None
     return (
         changed_schedule(config, row["step"], row["lr"], folder)

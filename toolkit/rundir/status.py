@@ -47,7 +47,9 @@ class Status:
 
 
 def ended_by_budget(state: RunState | None, reason: str | None) -> bool:
-    """Whether an attempt with this end was stopped by its budget, so that a restart would stop at once."""
+    """Return whether an attempt with this end was stopped by its budget, so that a restart would stop at
+    once.
+    """
     return state is RunState.STOPPED and reason is not None and reason.startswith("budget.")
 
 

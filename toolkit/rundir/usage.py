@@ -1,4 +1,4 @@
-"""What earlier attempts of a run used and suffered: hours of devices, hours of nodes, failures."""
+"""The use of machines by earlier attempts of a run: hours of devices, hours of nodes, failures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_usage(directory: RunDirectory, before: int | None = None) -> list[Attem
 
 
 def device_hours(usage: Sequence[AttemptUsage]) -> float:
-    """Hours of all ranks. Time between attempts does not count."""
+    """Return the hours of all ranks. Time between attempts does not count."""
     return sum(each.seconds * each.ranks for each in usage) / 3600
 
 

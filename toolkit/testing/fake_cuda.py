@@ -140,7 +140,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def _find_name(tensor: torch.Tensor) -> str | None:
-    """The longest path to a parameter or buffer with this memory in any module of the process."""
+    """Return the longest path to a parameter or buffer with this memory in any module of the process."""
     if tensor.device.type == "meta":
         return None
     place, found = tensor.data_ptr(), ""
@@ -246,7 +246,7 @@ def _check_collective(func: Any, args: Sequence[Any], on_host: Sequence[torch.Te
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether a run on GPUs would have created ``group`` with gloo."""
+    """Return whether a run on GPUs would have created ``group`` with gloo."""
     return group in _gloo_groups
 
 
@@ -254,7 +254,7 @@ _gloo_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def _caller() -> str:
-    """The innermost line outside torch and this file, as ``folder/file.py:12``."""
+    """Return the innermost line outside torch and this file, as ``folder/file.py:12``."""
     own = str(Path(torch.__file__).parent)
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((own, __file__, "<")):

@@ -111,7 +111,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _reason(func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
-    """Why the host waits in an operator; None if it does not."""
+    """Return why the host waits in an operator; None if it does not."""
     name = func._schema.name.removeprefix("aten::")
     if name == "_to_copy":
         target = kwargs.get("device")

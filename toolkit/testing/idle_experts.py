@@ -22,7 +22,7 @@ BIAS = 1.0  # the normalized COORDINATE is about 6, so logits of chosen and idle
 
 
 def open_biased_initial_weights(plan: RunPlan) -> StateReader:
-    """The first weights of ``plan``, whose model has experts, with biased embedding and routers.
+    """Return the first weights of ``plan``, whose model has experts, with biased embedding and routers.
 
     Raises:
         InputError, CheckpointError: as ``open_initial_weights``.

@@ -117,7 +117,7 @@ class Cell:
         return self.name
 
     def plan(self, case: OptimizerCase, device: Device = Device.CPU, **more: Any) -> RunPlan:
-        """The cell's plan; ``more`` are changes as in ``testing/tiny.py``.
+        """Return the cell's plan; ``more`` are changes as in ``testing/tiny.py``.
 
         Raises:
             PlanError: the engine does not support this cell.
@@ -156,7 +156,7 @@ class Cell:
         return make_plan(tiny_config(self.family, **changes), world)
 
     def reference(self) -> Cell:
-        """The cell of the local engine with the same model, samples and first weights."""
+        """Return the cell of the local engine with the same model, samples and first weights."""
         return Cell(
             engine=EngineName.local,
             family=self.family,

@@ -46,7 +46,7 @@ class Differences:
     evaluation: float
 
     def over(self, allowed: Differences) -> list[str]:
-        """Names of the figures that exceed ``allowed``; NaN always does."""
+        """Return the names of the figures that exceed ``allowed``; NaN always does."""
         pairs = ((item.name, getattr(self, item.name), getattr(allowed, item.name)) for item in fields(self))
         return [name for name, value, bound in pairs if value is not None and not value <= (bound or 0.0)]
 
@@ -79,14 +79,16 @@ class Measured:
             evaluation=abs(self.evaluation - reference.evaluation),
         )
 
-    def departure(self, reference: Measured, loss: float) -> int | None:
-        """The first step whose loss differs from the reference's by more than ``loss``, or None."""
+    def first_different_step(self, reference: Measured, loss: float) -> int | None:
+        """Return the first step whose loss differs from the reference's by more than ``loss``, or None."""
         pairs = zip(self.trace.losses, reference.trace.losses, strict=True)
         return next((step for step, (a, b) in enumerate(pairs) if not abs(a - b) <= loss), None)
 
 
 def relative_difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
-    """The maximum over tensors of the largest difference relative to the largest element in ``theirs``."""
+    """Return the maximum over tensors of the largest difference relative to the largest element in
+    ``theirs``.
+    """
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     return max(_relative_tensor_difference(ours[name], right) for name, right in theirs.items())
 
@@ -145,7 +147,9 @@ def first_gradients(
     batches: Batches = micro_batches,
     first: OpenInitialWeights = open_initial_weights,
 ) -> dict[str, torch.Tensor]:
-    """The whole gradients of the first step, on rank 0. Leaves unusable weights: load again. Collective."""
+    """Return the whole gradients of the first step, on rank 0. Leaves unusable weights: load again.
+    Collective.
+    """
     optim = plan.config.optim
     assert optim.momentum == optim.weight_decay == optim.clip == 0, (
         "the first step of plain SGD is the gradient"

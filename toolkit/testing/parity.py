@@ -41,7 +41,7 @@ class Distance:
     weight: float
 
     def times(self, tolerance: Distance) -> float:
-        """The largest of the three as a multiple of its tolerance."""
+        """Return the largest of the three as a multiple of its tolerance."""
         return max(self.loss / tolerance.loss, self.norm / tolerance.norm, self.weight / tolerance.weight)
 
 
@@ -118,7 +118,7 @@ def train_steps(
 def rank_samples(
     engine: Engine, plan: RunPlan, step: int, rank: int, batches: Batches = micro_batches
 ) -> list[MicroBatch]:
-    """The micro-batches of ``rank`` in ``step``, on the engine's device."""
+    """Return the micro-batches of ``rank`` in ``step``, on the engine's device."""
     data_rank = plan.axes.coordinates(rank).data
     return [
         {name: tensor.to(engine.device) for name, tensor in batch.items()}
@@ -149,7 +149,7 @@ class DoubledGradients(NextTokenTask):
 
 
 def repeat_first_rank(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
-    """A control: data rank 1 gets the samples of data rank 0."""
+    """Return the samples of a control, in which data rank 1 gets those of data rank 0."""
     return micro_batches(plan, step, 0 if data_rank == 1 else data_rank)
 
 

@@ -21,7 +21,7 @@ FIGURES = ("loss", "norm", "gradient", "weight", "evaluation")
 
 
 def read_rows(path: Path) -> list[ParityRow]:
-    """Rows of earlier runs whose cells are still in the matrix; none without a file."""
+    """Return the rows of earlier runs whose cells are still in the matrix; none without a file."""
     if not path.exists():
         return []
     known = {cell.name for cell in ALL}
@@ -126,7 +126,7 @@ def _provenance(rows: Sequence[ParityRow]) -> str:
 
 
 def _largest(rows: Sequence[ParityRow]) -> str:
-    """The maximum of every figure, with its cell."""
+    """Return the maximum of every figure, with its cell."""
     maxima = []
     for name in FIGURES:
         values = [(value, row.cell) for row in rows if (value := getattr(row.differences, name)) is not None]
@@ -141,7 +141,7 @@ def _figure(differences: Differences | None, name: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The last line, for tracebacks."""
+    """Return the last line, for tracebacks."""
     return text.strip().splitlines()[-1]
 
 

@@ -122,7 +122,7 @@ def _save(engine: Engine, plan: RunPlan, step: int, folder: Path, rank: int, ran
 
 
 def _rows(plan: RunPlan, step: int, rank: int) -> list[npt.NDArray[np.int64]]:
-    """The micro-batches of a step as the data yield them, int64 [micro_batch, sequence + 1]."""
+    """Return the micro-batches of a step as the data yield them, int64 [micro_batch, sequence + 1]."""
     return [
         torch.cat([batch["input_ids"], batch["labels"][:, -1:]], dim=1).numpy()
         for batch in micro_batches(plan, step, plan.axes.coordinates(rank).data)

@@ -51,7 +51,7 @@ class SyntheticTokens:
 
 
 def synthetic_stream(samples: int, *, mixed: bool) -> Stream:
-    """The stream of rank 3 of 128, over sources with ``samples`` in all."""
+    """Return the stream of rank 3 of 128, over sources with ``samples`` in all."""
     stages = (RampStage(GLOBAL_BATCH, 0, 0, None),)
     batch = BatchPlan(micro_batch=MICRO_BATCH, global_batch=GLOBAL_BATCH, data_parallel=RANKS, stages=stages)
     if not mixed:

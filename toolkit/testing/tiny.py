@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {name: dict(family.tiny) for name, family 
 
 
 def tiny_config(family: str | None = "llama", **changes: Any) -> RunConfig:
-    """A tiny configuration. Its eps of 1e-4 keeps Adam from amplifying rounding of tiny gradients.
+    """Return a tiny configuration. Its eps of 1e-4 keeps Adam from amplifying rounding of tiny gradients.
 
     Args:
         family: None for ``model__target``.
@@ -57,7 +57,7 @@ def tiny_config(family: str | None = "llama", **changes: Any) -> RunConfig:
 
 
 def tiny_plan(family: str | None = "llama", *, ranks: int = 1, **changes: Any) -> RunPlan:
-    """A plan on ``ranks`` CPU ranks; by default ``local`` on one rank and ``deepspeed`` on several."""
+    """Return a plan on ``ranks`` CPU ranks; by default ``local`` on one rank and ``deepspeed`` on several."""
     changes = {"engine__name": EngineName.local if ranks == 1 else EngineName.deepspeed, **changes}
     return make_plan(
         tiny_config(family, **changes),
@@ -101,7 +101,7 @@ def _shifted(row: torch.Tensor, masked: int) -> dict[str, torch.Tensor]:
 
 
 def micro_batches(plan: RunPlan, step: int, data_rank: int = 0) -> list[MicroBatch]:
-    """A data rank's part of the global batch of ``step``, which has the same samples in every layout.
+    """Return a data rank's part of the global batch of ``step``, which has the same samples in every layout.
 
     With ``data.documents=separate`` samples consist of documents and have ``position_ids``.
     """

@@ -152,7 +152,9 @@ def verify_cell(
 def measure_cell(
     cell: Cell, case: OptimizerCase, pool: RankPool, device: Device, steps: int = STEPS
 ) -> Measured:
-    """Raises PlanError, RanksFailed."""
+    """Train a cell on the ranks of ``pool`` and return its results. Raises PlanError if the layout cannot
+    run, RanksFailed if a rank fails.
+    """
     plan = cell.plan(case, device)
     assert plan.shape is not None, "cells are of families"
     watched = cell.engine is EngineName.local and plan.shape.num_local_experts > 0
@@ -192,7 +194,7 @@ def judge(cell: Cell, found: Measured, right: Measured) -> Judgement:
             if above and cell.excess
             else (ParityVerdict.EQUAL, "", differences)
         )
-    step = found.departure(right, cell.allowed.loss)
+    step = found.first_different_step(right, cell.allowed.loss)
     if step and right.gaps and (gap := min(right.gaps[step - 1 : step + 1])) <= FLIP_GAP:
         before = found.differences(right, step)
         if not {"loss", "norm", "gradient"} & set(before.over(cell.allowed)):

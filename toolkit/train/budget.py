@@ -25,8 +25,8 @@ ENDING_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopCosts:
-    """What a run may still take in seconds: a step with what follows it, an evaluation of all sets, a save,
-    and the end after the last save.
+    """The seconds that a run may still take: for a step with what follows it, an evaluation of all sets, a
+    save, and the end after the last save.
     """
 
     step: float
@@ -35,7 +35,7 @@ class StopCosts:
     ending: float
 
     def needed(self, *, evaluation_due: bool) -> float:
-        """Seconds until the end if the run makes one more step, evaluates, saves and stops.
+        """Return the seconds until the end if the run makes one more step, evaluates, saves and stops.
 
         One more save counts, which may be due now or still in the background.
 
@@ -122,7 +122,7 @@ class BudgetWatch(Hook, SaveObserver):
         return True
 
     def costs(self) -> StopCosts:
-        """What the run may still take, as far as it has been measured.
+        """Return the seconds that the run may still take, as far as they have been measured.
 
         Before the first evaluation each of its batches is taken to need as long as a step.
         """
@@ -144,7 +144,7 @@ class BudgetWatch(Hook, SaveObserver):
 
 
 def _endings(earlier: Sequence[AttemptUsage]) -> list[float]:
-    """Seconds from the last activity to the end of attempts that ended in order."""
+    """Return the seconds from the last activity to the end of attempts that ended in order."""
     orderly = (RunState.STOPPED, RunState.DONE)
     return [
         max(0.0, times.ended - times.active)

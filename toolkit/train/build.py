@@ -18,7 +18,7 @@ from toolkit.config.data import DocumentMasking
 from toolkit.data.registry import RunData
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.engine.rank_sync import StepConsensus, reach_consensus
-from toolkit.estimate.present import kernel_choices
+from toolkit.estimate.plan_report import kernel_choices
 from toolkit.hooks import Hooks, SaveObserver
 from toolkit.monitor.loss_plot import plot_loss
 from toolkit.monitor.sink import Sink

@@ -111,5 +111,5 @@ class ComputationCheck(Hook):
 
 
 def _host_name() -> str:
-    """The name by which Slurm excludes this host, if it runs there."""
+    """Return the name by which Slurm excludes this host, if it runs there."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

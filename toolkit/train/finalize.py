@@ -18,13 +18,13 @@ from toolkit.config.schema import EngineName, ParallelConfig, ZeroConfig
 from toolkit.errors import ExitCode, UserError
 from toolkit.goodput import Goodput, format_goodput
 from toolkit.models.hugging_face import describe_export
-from toolkit.models.target import hugging_face_config
+from toolkit.models.user_model import hugging_face_config
 from toolkit.monitor.sink import Row
 from toolkit.observe.progress_hooks import SamplesConsumed, format_consumed
 from toolkit.paths import Location
 from toolkit.plan import make_plan
 from toolkit.plan.types import RunPlan
-from toolkit.rows import float_of, read_rows
+from toolkit.rows import float_or_nan, read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 from toolkit.train.build import Training, TrainingHooks
@@ -190,7 +190,7 @@ def format_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None)
         if name not in rows:
             continue
         row = rows[name]
-        line = f"{name} loss: {float_of(row['loss']):.4f} {plan.loss_unit}"
+        line = f"{name} loss: {float_or_nan(row['loss']):.4f} {plan.loss_unit}"
         if "accuracy" in row:
             line += f", {row['accuracy']:.1%} of them right"
         if number == 0 and unigram is not None:

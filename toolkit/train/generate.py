@@ -99,7 +99,9 @@ def continue_text(
     ids = tokenizer.encode(prompt).ids
     if not ids:
         raise InputError(
-            Problem("prompt", f"prompt={prompt!r}", "a prompt has at least one token", "write some text")
+            Problem(
+                "prompt", f"prompt={prompt!r}", "a prompt must have at least one token", "write some text"
+            )
         )
     if context is not None:
         ids = ids[-max(1, context // 2, context - tokens) :]

@@ -13,7 +13,7 @@ from toolkit.errors import ExitCode
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import RunPlan
-from toolkit.step_parts import DATA, TRANSFER, UNRECORDED, Recorder
+from toolkit.step_parts import DATA, NULL_RECORDER, TRANSFER, Recorder
 from toolkit.train.micro_batches import PendingStep, pending_steps
 from toolkit.train.nonfinite import Diverged
 from toolkit.train.soundness import Fault, RollbackRequired
@@ -30,7 +30,7 @@ def train(
     hooks: Hook,
     sync: Callable[[float, StepResult], StepConsensus],
     clock: Callable[[], float] = time.perf_counter,
-    recorder: Recorder = UNRECORDED,
+    recorder: Recorder = NULL_RECORDER,
     *,
     data_rank: int = 0,
     prefetch: bool = False,

@@ -11,7 +11,7 @@ from toolkit.config.schema import EarlyStoppingConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.hooks import Hook
 from toolkit.monitor.sink import Row
-from toolkit.rows import float_of
+from toolkit.rows import float_or_nan
 
 
 def read_metric(row: Row, key: str, metric: str) -> float | None:
@@ -33,7 +33,7 @@ def read_metric(row: Row, key: str, metric: str) -> float | None:
                 f"write {key}={known[0]}, or add the metric: +metrics.{column}.target=my.package.Metric",
             )
         )
-    return float_of(row[column])
+    return float_or_nan(row[column])
 
 
 def is_better(value: float, best: float, mode: MetricMode, min_delta: float = 0.0) -> bool:

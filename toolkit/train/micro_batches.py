@@ -28,7 +28,7 @@ PendingStep = Callable[[], Step]  # returns a step's micro-batches on the device
 
 
 def prefetches(plan: RunPlan) -> bool:
-    """Whether a thread prepares micro-batches ahead of the step that needs them."""
+    """Return whether a thread prepares micro-batches ahead of the step that needs them."""
     return plan.world.device is Device.CUDA and plan.config.task.target is None
 
 

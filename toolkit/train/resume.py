@@ -17,7 +17,7 @@ from toolkit.hooks import Hooks
 from toolkit.paths import Location, Url
 from toolkit.plan.types import BatchPlan, RunPlan
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.source import SourceKind, resolve_source
+from toolkit.rundir.start_state import StartKind, resolve_start_state
 from toolkit.train import state
 from toolkit.train.rollback import Rollback, read_rollbacks, skipped_on_resume
 from toolkit.train.state import TrainState
@@ -86,8 +86,8 @@ def find_resume_point(plan: RunPlan, directory: RunDirectory, later: Path | Url 
     newest = None
     if plan.config.resume == "auto":
         newest = later or newest_checkpoint(directory.checkpoints)
-    source = resolve_source(plan.config, newest)
-    if source.path is None:
+    start = resolve_start_state(plan.config, newest)
+    if start.path is None:
         pretrained = plan.config.model.pretrained
         description = (
             f"random weights of train.seed={plan.config.train.seed}"
@@ -95,19 +95,17 @@ def find_resume_point(plan: RunPlan, directory: RunDirectory, later: Path | Url 
             else f"the weights of {pretrained}"
         )
         return ResumePoint(open_initial_weights(plan), TrainState(), None, description, plan.batch)
-    checkpoint = source.path
+    checkpoint = start.path
     if isinstance(checkpoint, Path):
         checkpoint = find_checkpoint(checkpoint) or checkpoint
     reader = open_reader(checkpoint, state.namespace(plan), plan.shape)
     if isinstance(checkpoint, Url):
         checkpoint = reader.path  # of the pointer
-    restored, batch = state.restore(plan, reader, source.kind, checkpoint)
-    kind = "fork of" if source.kind is SourceKind.FORK else "continues from"
+    restored, batch = state.restore(plan, reader, start.kind, checkpoint)
+    kind = "fork of" if start.kind is StartKind.FORK else "continues from"
     samples = batch.at(restored.step).first_sample
     description = f"{kind} {checkpoint}: {restored.step} steps and {samples:,} samples are done"
-    return ResumePoint(
-        reader, restored, checkpoint, description, batch, forked=source.kind is SourceKind.FORK
-    )
+    return ResumePoint(reader, restored, checkpoint, description, batch, forked=start.kind is StartKind.FORK)
 
 
 def restore_hooks(resume_point: ResumePoint, hooks: Hooks, *, rank: int) -> None:

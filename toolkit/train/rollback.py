@@ -23,7 +23,7 @@ from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sinks.jsonl import encode_row
 from toolkit.observe.context import RankContext
 from toolkit.plan.types import BatchPlan
-from toolkit.rows import float_of, read_rows
+from toolkit.rows import float_or_nan, read_rows
 from toolkit.train import state
 from toolkit.train.nonfinite import Diverged
 from toolkit.train.soundness import Fault, FaultKind
@@ -144,8 +144,8 @@ def read_rollbacks(file: Path) -> list[Rollback]:
         Rollback(
             step=row["step"],
             reason=row["reason"],
-            loss=float_of(row["loss"]),
-            grad_norm=float_of(row["grad_norm"]),
+            loss=float_or_nan(row["loss"]),
+            grad_norm=float_or_nan(row["grad_norm"]),
             checkpoint_step=row["checkpoint_step"],
             skipped=(row["skipped"][0], row["skipped"][1]),
             attempt=row["attempt"],

@@ -30,7 +30,7 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What is wrong with a step.
+    """The fault of a step.
 
     Attributes:
         step: the number of completed steps after it.

@@ -27,7 +27,7 @@ from toolkit.paths import Location
 from toolkit.plan.batch import continue_batch
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import BatchPlan, RampStage, RunPlan
-from toolkit.rundir.source import SourceKind
+from toolkit.rundir.start_state import StartKind
 
 DATA, IDENTITY, SEED, VERSIONS = "data", "identity", "seed", "versions"
 DATA_STATE = "data_state"  # of a stream whose position does not follow from the step
@@ -174,7 +174,7 @@ def package_versions() -> dict[str, str]:
 
 
 def restore(
-    plan: RunPlan, reader: StateReader, kind: SourceKind, path: Location
+    plan: RunPlan, reader: StateReader, kind: StartKind, path: Location
 ) -> tuple[TrainState, BatchPlan]:
     """Return the state in the checkpoint at ``path``, and the batch plan of a run that continues from it.
 
@@ -185,7 +185,7 @@ def restore(
     Raises:
         CheckpointError: the checkpoint records no training step, or is of another run.
     """
-    found, seen = reader.scalars, f"resume={path}" if kind is SourceKind.RESUME else f"run.fork={path}"
+    found, seen = reader.scalars, f"resume={path}" if kind is StartKind.RESUME else f"run.fork={path}"
     key = seen.partition("=")[0]
     step, consumed = found.get(STEP), found.get(CONSUMED)
     if not isinstance(step, int):
@@ -198,9 +198,9 @@ def restore(
             )
         )
     before, batch = _recorded_stages(found), plan.batch
-    if isinstance(consumed, int) and (before or kind is SourceKind.FORK):
+    if isinstance(consumed, int) and (before or kind is StartKind.FORK):
         batch = continue_batch(batch, plan.config.train, before, step, consumed)
-    if kind is SourceKind.FORK:
+    if kind is StartKind.FORK:
         return TrainState(step), batch
     own = {IDENTITY: plan.identity, SEED: plan.config.train.seed, CONSUMED: batch.at(step).first_sample}
     differing = [

@@ -1,4 +1,4 @@
-"""What a run learns: how samples become a micro-batch, and its loss.
+"""Tasks: how samples become a micro-batch, and the loss that a run minimizes.
 
 ``Task`` is the base class of the toolkit's tasks and of users' tasks (``task.target``).
 """
@@ -155,8 +155,8 @@ class NextTokenTask(TextTask):
 
     @classmethod
     def has_engine_loss(cls) -> bool:
-        """Whether Megatron-core and pipelines, which never call ``loss_sum`` with a model, compute the same
-        loss.
+        """Return whether Megatron-core and pipelines, which never call ``loss_sum`` with a model, compute the
+        same loss.
         """
         return cls.loss_sum is NextTokenTask.loss_sum
 

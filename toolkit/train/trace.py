@@ -90,7 +90,7 @@ def _eager(plan: RunPlan) -> RunPlan:
 
 
 def _task_and_batch(plan: RunPlan, read_data: bool) -> tuple[Task, dict[str, torch.Tensor]]:
-    """The task, and a micro-batch as it collates it, on the CPU."""
+    """Return the task, and a micro-batch as it collates it, on the CPU."""
     config = plan.config
     user_task = build_user_task(config)
     samples: Any

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint.directory import is_sound
-from toolkit.checkpoint.remote.pointer import SUBJECT, Start, Writer
+from toolkit.checkpoint.remote.claim import ClaimedStore, StoreState, claim_store
+from toolkit.checkpoint.remote.pointer import SUBJECT, StoreClaim, Writer
 from toolkit.checkpoint.remote.source import locate
-from toolkit.checkpoint.remote.take_over import StoreState, TakenStore, take_over
 from toolkit.checkpoint.remote.upload import Uploader, UploadSettings
 from toolkit.checkpoint.remote.upload_folder import UploadFolder
 from toolkit.checkpoint_folder import find_newest, step_of
@@ -53,7 +53,7 @@ def open_checkpoint_store(
 ) -> OpenedStore | None:
     """Open ``checkpoint.url``; None without one. Collective.
 
-    Rank 0 takes over as the writer: ``checkpoint/remote/take_over.py``.
+    Rank 0 claims the store as its writer: ``checkpoint/remote/claim.py``.
 
     Raises:
         UserError: On every rank: the store refuses, or another run writes there. StorageError: It does not
@@ -67,8 +67,8 @@ def open_checkpoint_store(
     answer: tuple[Url | None, tuple[int, ...], Exception | None] = (None, (), None)
     if rank == 0:
         try:
-            taken = _take_over(plan, directory, url, attempt)
-            state, answer = taken.state, (taken.newest, taken.steps, None)
+            claimed = _claim_store(plan, directory, url, attempt)
+            state, answer = claimed.state, (claimed.newest, claimed.steps, None)
         except (UserError, StorageError) as error:
             answer = (None, (), error)
     if plan.world.ranks > 1:
@@ -79,7 +79,7 @@ def open_checkpoint_store(
     return OpenedStore(url, found, steps, state)
 
 
-def _take_over(plan: RunPlan, directory: RunDirectory, url: Url, attempt: int) -> TakenStore:
+def _claim_store(plan: RunPlan, directory: RunDirectory, url: Url, attempt: int) -> ClaimedStore:
     config = plan.config
     explicit = None
     if is_url(config.resume):
@@ -88,7 +88,7 @@ def _take_over(plan: RunPlan, directory: RunDirectory, url: Url, attempt: int) -
         if found is not None and found.url == url / found.url.name:
             explicit = found.checkpoint
     local = find_newest(directory.checkpoints).checkpoint
-    start = Start(
+    claim = StoreClaim(
         writer=Writer(
             run=UploadFolder(directory.uploads).run_name(), identity=plan.identity, attempt=attempt
         ),
@@ -97,7 +97,7 @@ def _take_over(plan: RunPlan, directory: RunDirectory, url: Url, attempt: int) -
         explicit=explicit,
         forks=config.run.fork is not None,
     )
-    return take_over(StoreObjects(url, SUBJECT, WRITE_LIMITS), start)
+    return claim_store(StoreObjects(url, SUBJECT, WRITE_LIMITS), claim)
 
 
 class CheckpointUploads(Hook):
@@ -134,7 +134,9 @@ class CheckpointUploads(Hook):
             self.uploader.send(path)
 
     def on_step(self, completed: CompletedStep) -> None:
-        """Raises ConfigError: Another attempt writes to the store, so two of them are training."""
+        """Report uploads that failed. Raises ConfigError if another attempt writes to the store: then two of
+        them are training.
+        """
         self._step = completed.step
         if self.uploader.error is not None:
             raise self.uploader.error

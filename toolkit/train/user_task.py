@@ -175,7 +175,7 @@ def build_user_task(config: RunConfig) -> Task | None:
         ConfigError: as :func:`check_user_task`.
     """
     given = _task_object(config)
-    if given is None and config.data.custom:
+    if given is None and config.data.is_custom:
         own_loss = ModelLossTask(str(config.model.target))
         own_loss.unit = "unit"  # labels or samples
         return own_loss
@@ -189,7 +189,7 @@ def build_user_task(config: RunConfig) -> Task | None:
 def checked_task(task: Task, config: RunConfig, metrics: EvaluationMetrics | None) -> Task:
     """Wrap a task in checks if it, its dataset or a metric is the user's own."""
     given = _task_object(config)
-    users = given is not None or metrics is not None or config.data.custom
+    users = given is not None or metrics is not None or config.data.is_custom
     return CheckedTask(task, given, metrics) if users else task
 
 
@@ -295,6 +295,6 @@ def _metric_objects(config: RunConfig) -> list[UserObject]:
 
 
 def _metric_kinds() -> tuple[type, ...]:
-    """The classes of metrics; those of torchmetrics if the user's code imported it."""
+    """Return the classes of metrics; those of torchmetrics if the user's code imported it."""
     torchmetrics = sys.modules.get("torchmetrics")
     return (Metric,) if torchmetrics is None else (Metric, torchmetrics.Metric, torchmetrics.MetricCollection)

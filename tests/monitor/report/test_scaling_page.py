@@ -22,7 +22,7 @@ from tests.monitor.report.browser import Browser, Page, find_browser
 from tests.monitor.report.runs import HOSTILE
 from tests.plan.cases import h100s, run_config
 from toolkit.estimate.measured_factors import MeasuredEstimate, fit_speed_factors
-from toolkit.estimate.present_scaling import ScalingReport, create_report, format_scaling, scaling_to_json
+from toolkit.estimate.scaling_report import ScalingReport, create_report, format_scaling, scaling_to_json
 from toolkit.monitor.report.scaling_page import render_scaling_page, render_scaling_plot
 from toolkit.plan import make_plan
 

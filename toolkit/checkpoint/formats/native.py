@@ -28,7 +28,7 @@ def find(path: Path) -> Path | None:
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSource:
-    """Raises CheckpointError if it is damaged."""
+    """Open a checkpoint of this toolkit. Raises CheckpointError if it is damaged."""
     return open_manifest(folder, manifest.NAME, model)
 
 

@@ -83,7 +83,7 @@ class ForeignObject:
 
 
 def _rebuild_tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> StoredTensor:
-    """Raises UnpicklingError if the tensor is not a view that lies within its storage."""
+    """Describe a pickled tensor. Raises UnpicklingError if it is not a view that lies within its storage."""
     shape, strides = tuple(size), tuple(stride)
     counts = (offset, *shape, *strides)
     if (
@@ -316,7 +316,7 @@ def loads(data: bytes, storage: Callable[[str, str, int], Storage]) -> Any:
 
 
 def _check_tree(root: Any, most: int) -> None:
-    """Raises UnpicklingError if the object contains itself, is deeper than ``MAX_DEPTH`` or has more than
+    """Raise UnpicklingError if the object contains itself, is deeper than ``MAX_DEPTH`` or has more than
     ``most`` nodes.
 
     A shared part is counted each time it occurs.

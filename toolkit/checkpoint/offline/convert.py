@@ -240,7 +240,7 @@ class Conversion:
             remedy = "make it readable and writable, and run the same command again"
         seen = f"{error.filename or self.temporary}: {error.strerror or error}"
         return CheckpointError(
-            Problem("target", seen, "a target is written completely or not at all", remedy)
+            Problem("target", seen, "a target must be written completely or not at all", remedy)
         )
 
 

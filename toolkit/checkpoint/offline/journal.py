@@ -40,7 +40,7 @@ class ConversionJournal:
                 Problem(
                     "target",
                     f"another process is writing {path.parent}",
-                    "only one process writes a target",
+                    "only one process may write a target",
                     "wait until it ends, or choose another target=PATH",
                 )
             ) from None

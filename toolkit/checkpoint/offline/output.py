@@ -165,5 +165,5 @@ class PieceWriter:
 
 
 def as_bytes(values: Any) -> memoryview:
-    """The bytes of a contiguous array."""
+    """Return the bytes of a contiguous array."""
     return memoryview(values.reshape(-1).view("u1")) if values.size else memoryview(b"")

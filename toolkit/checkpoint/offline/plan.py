@@ -66,7 +66,9 @@ class ReshardPlan:
 
 
 def plan_reshard(source: Catalog, target: CheckpointTarget, *, examine: bool = True) -> ReshardPlan:
-    """Raises CheckpointError naming what is not covered, covered twice or unavailable."""
+    """Plan which bytes are read and written. Raises CheckpointError naming what is not covered, covered twice
+    or unavailable.
+    """
     units, unused = plan_units(source, target)
     plan = ReshardPlan(tensors=len(target.tensors), unused=unused)
     source_side = _Side(source.tensors, "source")
@@ -238,7 +240,7 @@ class _Side:
                     Problem(
                         self._side,
                         f"{name}: {sentence}",
-                        "each element of each tensor is stored once",
+                        "each element of each tensor must be stored exactly once",
                         "collect all files of the checkpoint, or report this as a bug of the format's "
                         "reader or writer",
                     )

@@ -130,7 +130,9 @@ class ConversionResult:
 
 
 def convert(config: ReshardConfig, progress: Progress) -> ConversionResult:
-    """Raises UserError if the source is damaged, or the target cannot be laid out or written."""
+    """Write the target of ``config``. Raises UserError if the source is damaged, or the target cannot be laid
+    out or written.
+    """
     began = time.monotonic()
     assert config.target.path is not None
     path = Path(config.target.path).expanduser().absolute()

@@ -201,7 +201,7 @@ class UnitWriter:
     def _examine_values(
         self, key: TensorKey, tile: Box, values: Any, files: CheckpointFiles, verifier: SequentialVerifier
     ) -> None:
-        """Raises CheckpointError for values that no correct run has."""
+        """Raise CheckpointError for values that no correct run has."""
         folder = self._source.folder
         for seen, rule in find_value_faults(key.state, values):
             raise _corrupt_error(folder, f"{key}: {seen}", rule)
@@ -228,7 +228,7 @@ class UnitWriter:
         files: CheckpointFiles,
         verifier: SequentialVerifier,
     ) -> None:
-        """Raises CheckpointError if a copy differs."""
+        """Raise CheckpointError if a copy differs."""
         for copy in copies.overlapping(*flat_span(self._source.tensors[key].shape, tile)):
             common = copy.box.intersect(tile)
             if common is None:

@@ -94,8 +94,8 @@ class RankSave:
         return self.temporary / f"report-{rank:05d}.json"
 
     def lock_file(self, rank: int) -> Path:
-        """The file that a rank keeps locked during the save. It is outside ``temporary``, which the commit
-        renames.
+        """Return the file that a rank keeps locked during the save. It is outside ``temporary``, which the
+        commit renames.
         """
         return (
             self.directory

@@ -57,5 +57,5 @@ def has_died(lock_file: Path) -> bool:
 
 @functools.cache
 def _boot_id() -> bytes:
-    """An id that all processes of a machine share until it reboots."""
+    """Return an id that all processes of a machine share until it reboots."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes()

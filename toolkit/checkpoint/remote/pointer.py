@@ -121,8 +121,8 @@ def parse_pointer(content: bytes, shown: str) -> Pointer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """What is known locally when a run starts.
+class StoreClaim:
+    """The facts with which an attempt claims a store, before it reads the pointer.
 
     Attributes:
         resume: The value of ``resume``.
@@ -138,8 +138,8 @@ class Start:
     forks: bool = False
 
 
-def claim(found: Pointer | None, start: Start, url: str) -> tuple[Pointer, bool]:
-    """Return the pointer with which this start takes over as the writer, and whether it continues from the
+def claimed_pointer(found: Pointer | None, claim: StoreClaim, url: str) -> tuple[Pointer, bool]:
+    """Return the pointer with which an attempt claims the store, and whether its run continues from the
     checkpoint of the pointer by itself (``resume=auto``).
 
     It does if the pointer's checkpoint is later than the run directory's newest.
@@ -148,28 +148,28 @@ def claim(found: Pointer | None, start: Start, url: str) -> tuple[Pointer, bool]
         ConfigError: Another run writes there, or ``resume=never`` would pass over a checkpoint.
     """
     if found is None:
-        return Pointer(writer=start.writer, checkpoint=start.explicit), False
-    taken, own = replace(found, writer=start.writer), found.writer.run == start.writer.run
+        return Pointer(writer=claim.writer, checkpoint=claim.explicit), False
+    claimed, own = replace(found, writer=claim.writer), found.writer.run == claim.writer.run
     another = "write another checkpoint.url for this run"
-    if found.writer.identity != start.writer.identity:
+    if found.writer.identity != claim.writer.identity:
         raise ConfigError(
             Problem(
                 CHECKPOINT_URL,
                 f"{CHECKPOINT_URL}={url} belongs to a run of identity {found.writer.identity}, here "
-                f"{start.writer.identity}",
+                f"{claim.writer.identity}",
                 "a prefix of a store belongs to one model, data, optimizer, schedule and batch",
                 another,
             )
         )
-    if start.forks and not own:
+    if claim.forks and not own:
         raise writer_error(url, found.writer)
-    if start.resume not in ("auto", "never"):
-        if start.explicit is not None:
-            return replace(taken, checkpoint=start.explicit, went_back=False), False
-        return replace(taken, went_back=found.checkpoint is not None), False
+    if claim.resume not in ("auto", "never"):
+        if claim.explicit is not None:
+            return replace(claimed, checkpoint=claim.explicit, went_back=False), False
+        return replace(claimed, went_back=found.checkpoint is not None), False
     if found.checkpoint is None:
-        return taken, False
-    if start.resume == "never" and start.local_step is None:
+        return claimed, False
+    if claim.resume == "never" and claim.local_step is None:
         raise ConfigError(
             Problem(
                 "resume",
@@ -178,15 +178,15 @@ def claim(found: Pointer | None, start: Start, url: str) -> tuple[Pointer, bool]
                 f"write resume=auto to continue, or {another}",
             )
         )
-    if start.resume == "never":
-        return replace(taken, went_back=True), False
-    if not own and start.local_step is not None:
+    if claim.resume == "never":
+        return replace(claimed, went_back=True), False
+    if not own and claim.local_step is not None:
         raise writer_error(url, found.writer)
     if own and found.went_back:
-        return taken, False
-    if found.checkpoint.step > (-1 if start.local_step is None else start.local_step):
-        return replace(taken, went_back=False), True
-    return taken, False
+        return claimed, False
+    if found.checkpoint.step > (-1 if claim.local_step is None else claim.local_step):
+        return replace(claimed, went_back=False), True
+    return claimed, False
 
 
 def writer_error(url: str, other: Writer | None) -> ConfigError:
@@ -196,7 +196,7 @@ def writer_error(url: str, other: Writer | None) -> ConfigError:
         Problem(
             CHECKPOINT_URL,
             f"{CHECKPOINT_URL}={url}: {who} has replaced the pointer {POINTER}",
-            "one attempt of one run writes below a URL at a time",
+            "only one attempt of one run may write below a URL at a time",
             f"stop this run or the other one; to continue here from the other's state, write resume={url}, "
             "or write another checkpoint.url for this run",
         )

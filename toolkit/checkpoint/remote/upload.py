@@ -29,6 +29,7 @@ from toolkit.checkpoint.catalog import DamagedFile
 from toolkit.checkpoint.directory import load_manifest
 from toolkit.checkpoint.file_reader import verify_pieces
 from toolkit.checkpoint.manifest import FileRecord, Manifest
+from toolkit.checkpoint.remote.claim import StoreState
 from toolkit.checkpoint.remote.pointer import (
     POINTER,
     Pointer,
@@ -39,7 +40,6 @@ from toolkit.checkpoint.remote.pointer import (
     removable_folders,
     writer_error,
 )
-from toolkit.checkpoint.remote.take_over import StoreState
 from toolkit.checkpoint.remote.upload_folder import UploadFolder, WantedUpload
 from toolkit.checkpoint_folder import step_of
 from toolkit.errors import UserError

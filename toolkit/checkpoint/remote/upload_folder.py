@@ -28,7 +28,7 @@ from toolkit.remote.objects import ObjectVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedUpload:
-    """What rank 0 of an attempt wants every rank to send.
+    """The files that rank 0 of an attempt wants every rank to send.
 
     Attributes:
         number: Counts what the attempt wants, from 1.

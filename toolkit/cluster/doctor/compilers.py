@@ -46,7 +46,7 @@ def measure_build_tools(requirements: RunRequirements) -> BuildTools:
 
 
 def assess_build_tools(tools: BuildTools, requirements: RunRequirements) -> Iterator[CheckFinding]:
-    """Only warnings: if a run needs one of them, the plan refuses the run."""
+    """Return warnings only: if a run needs one of the tools, the plan refuses the run."""
     if tools.lacking or not tools.ninja:
         absent = ", ".join([*tools.lacking, *([] if tools.ninja else ["ninja"])])
         yield warn(
@@ -72,7 +72,7 @@ def assess_build_tools(tools: BuildTools, requirements: RunRequirements) -> Iter
 
 
 def measure_transformer_engine(requirements: RunRequirements) -> tuple[str | None, str | None]:
-    """The versions of Transformer Engine and of torch's CUDA."""
+    """Return the versions of Transformer Engine and of torch's CUDA."""
     machine = detect_machine()
     return machine.transformer_engine, machine.torch_cuda
 

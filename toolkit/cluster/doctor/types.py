@@ -70,7 +70,7 @@ def worst(findings: Iterable[CheckFinding]) -> CheckVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequirements:
-    """What a run requires of each of its machines."""
+    """The requirements of a run for each of its machines."""
 
     device: Device
     engine: EngineName

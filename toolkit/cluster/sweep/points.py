@@ -17,7 +17,7 @@ from toolkit.config.multirun import OWN, SweepArguments, quoted
 from toolkit.errors import ConfigError, PlanError, Problem, Severity, UserError, without_secrets
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.source import check_identity
+from toolkit.rundir.start_state import check_identity
 
 MAX_NAME_LENGTH = 60  # length of the readable part of a point's folder name
 

@@ -70,7 +70,7 @@ def schema_text(schema: KeySchema) -> str:
 
 
 def read_megatron() -> KeySchema:
-    """Sections ``transformer``, ``ddp`` and ``optimizer`` of the installed Megatron-core.
+    """Return the sections ``transformer``, ``ddp`` and ``optimizer`` of the installed Megatron-core.
 
     A name may be in several.
     """
@@ -83,7 +83,9 @@ def read_megatron() -> KeySchema:
 
 
 def read_deepspeed() -> KeySchema:
-    """Every key that the installed DeepSpeed reads. Keys of earlier versions are marked as ``removed``."""
+    """Return every key that the installed DeepSpeed reads. Keys of earlier versions are marked as
+    ``removed``.
+    """
     module = import_module(DEEPSPEED_CONFIG)
     trace = ConfigTracer()
     for method in START:
@@ -99,7 +101,7 @@ def read_deepspeed() -> KeySchema:
 
 
 def read_class(owner: type) -> KeySchema:
-    """The fields of a dataclass or of a pydantic model, with inherited fields and aliases."""
+    """Return the fields of a dataclass or of a pydantic model, with inherited fields and aliases."""
     schemas: dict[str, KeySchema] = {}
     if is_dataclass(owner):
         hints = typing.get_type_hints(owner)
@@ -162,7 +164,7 @@ def _source(function: Any) -> ast.FunctionDef:
 
 @cache
 def _local_imports(module: types.ModuleType) -> dict[str, tuple[str, str]]:
-    """Names that functions of ``module`` import inside their bodies -> (module, name there)."""
+    """Return the names that functions of ``module`` import inside their bodies -> (module, name there)."""
     tree = ast.parse(inspect.getsource(module))
     package = module.__spec__.parent if module.__spec__ is not None else None
     return {
@@ -177,7 +179,7 @@ def _local_imports(module: types.ModuleType) -> dict[str, tuple[str, str]]:
 
 
 def _lookup(module: types.ModuleType, name: str) -> Any:
-    """The object that ``name`` stands for in the functions of ``module``; None if there is none."""
+    """Return the object that ``name`` stands for in the functions of ``module``; None if there is none."""
     if hasattr(module, name):
         return getattr(module, name)
     if name in _local_imports(module):
@@ -197,7 +199,7 @@ class _Frame:
     constants: dict[str, Any]
 
     def value(self, node: ast.expr | None) -> Any:
-        """The value of a constant expression; None if it is not constant."""
+        """Return the value of a constant expression; None if it is not constant."""
         if node is None or any(isinstance(inner, ast.Call) for inner in ast.walk(node)):
             return None
         names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
@@ -261,7 +263,9 @@ class ConfigTracer:
         return returned
 
     def parts(self, frame: _Frame, node: ast.expr) -> tuple[KeyPath, ...]:
-        """The parts of the dictionary that ``node`` may be. Records the keys that the expression reads."""
+        """Return the parts of the dictionary that ``node`` may be. Records the keys that the expression
+        reads.
+        """
         match node:
             case ast.Name() | ast.Attribute() if _name(node) in frame.parts:
                 return frame.parts[_name(node)]

@@ -57,7 +57,7 @@ class EnginePackage:
         return self.schema_file.stem.removeprefix(f"{self.distribution}-")
 
     def version_note(self) -> str:
-        """A note for errors if keys are checked against the schema of another version, else empty."""
+        """Return a note for errors if keys are checked against the schema of another version, else empty."""
         if self.schema_version == self.installed_version:
             return ""
         return (
@@ -75,17 +75,19 @@ TRANSFORMER_ENGINE = EnginePackage("transformer_engine", "transformer-engine", "
 
 
 def deepspeed_schema() -> KeySchema | None:
-    """Every key that DeepSpeed reads; None if DeepSpeed is not installed."""
+    """Return every key that DeepSpeed reads; None if DeepSpeed is not installed."""
     return _load(DEEPSPEED.schema_file) if DEEPSPEED.installed else None
 
 
 def megatron_schema() -> KeySchema | None:
-    """Sections ``transformer``, ``ddp`` and ``optimizer`` of Megatron-core; None if it is not installed."""
+    """Return the sections ``transformer``, ``ddp`` and ``optimizer`` of Megatron-core; None if it is not
+    installed.
+    """
     return _load(MEGATRON.schema_file) if MEGATRON.installed else None
 
 
 def load_schema(package: EnginePackage) -> KeySchema:
-    """The keys of ``package``, whether or not it is installed."""
+    """Return the keys of ``package``, whether or not it is installed."""
     return _load(package.schema_file)
 
 

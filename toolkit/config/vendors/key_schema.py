@@ -62,7 +62,7 @@ class KeySchema:
             self.fields = {**(self.fields or {}), **other.fields}
 
     def broken_rule(self, value: Any) -> str | None:
-        """The rule that ``value`` breaks, as a phrase for an error; None if the value is accepted."""
+        """Return the rule that ``value`` breaks, as a phrase for an error; None if the value is accepted."""
         if self.fields is not None:
             return (
                 None
@@ -93,7 +93,7 @@ class KeySchema:
         return None
 
     def example(self) -> str:
-        """Text that could follow the key's name: ``=true``."""
+        """Return text that could follow the key's name: ``=true``."""
         if self.fields:
             return f".{next(iter(self.fields))}=VALUE"
         examples = {
@@ -132,7 +132,7 @@ class KeySchema:
 
 
 def type_name(value: object) -> str:
-    """The JSON type of a value."""
+    """Return the JSON type of a value."""
     if value is None:
         return "null"
     return next(

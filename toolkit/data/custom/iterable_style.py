@@ -130,7 +130,7 @@ class _EpochReader:
         self.epoch, self._offset, self._taken = 0, 0, 0  # offset: samples taken in this epoch
 
     def take(self) -> Any:
-        """Raises DatasetError with the line of the user's code."""
+        """Return the next sample. Raises DatasetError with the line of the user's code."""
         for _ in range(2):
             if self._iterator is None:
                 self._begin()
@@ -179,7 +179,7 @@ class _EpochReader:
         """Continue from ``state``; without the dataset's own state, skip the samples of this epoch.
 
         Args:
-            taken: samples taken before, if there is no state: a fork, or the beginning.
+            taken: the number of samples taken before; for a fork, or a run that begins, which have no state.
         """
         if not state:
             return

@@ -126,7 +126,7 @@ class _NumberedSamples:
             return pickle_samples(_WorkerError(message, format_own_frames(error)))
 
     def read(self, keys: Sequence[Key]) -> list[Any]:
-        """Raises DatasetError."""
+        """Read the samples of ``keys``. Raises DatasetError if the user's code fails."""
         given, dataset = self._given, self._dataset
         doing = "asked for its length"
         try:

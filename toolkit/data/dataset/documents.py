@@ -65,7 +65,7 @@ class ArrowDocuments(DocumentSource):
     """
 
     def __init__(self, files: Sequence[str], columns: Sequence[str], seed: int) -> None:
-        """Raises InputError if a file is absent or truncated."""
+        """Raise InputError if a file is absent or truncated."""
         self._batches = [batch for file in files for batch in _map_batches(file, columns)]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
         self.count = int(self._ends[-1])

@@ -120,7 +120,7 @@ def open_source(data: DatasetConfig) -> DatasetSource:
 
 
 def check_split_exists(source: DatasetSource, data: DatasetConfig, split: str, key: str) -> None:
-    """Raises InputError if the split is absent."""
+    """Raise InputError if the split is absent."""
     if split not in source.splits:
         available = ", ".join(source.splits)
         remedy = (
@@ -134,7 +134,7 @@ def check_split_exists(source: DatasetSource, data: DatasetConfig, split: str, k
 
 
 def check_columns(data: DatasetConfig, features: Features) -> None:
-    """Raises InputError if a column of ``data.dataset.text`` is absent or is not text."""
+    """Raise InputError if a column of ``data.dataset.text`` is absent or is not text."""
     import pyarrow as pa
 
     types = {field.name: field.type for field in features.arrow_schema}

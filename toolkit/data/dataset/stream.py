@@ -132,7 +132,7 @@ class DatasetStream:
         return dict(self._fingerprint)
 
     def check_fingerprint(self, saved: Mapping[str, object]) -> None:
-        """Raises CheckpointError naming every difference between the saved stream and this one."""
+        """Raise CheckpointError naming every difference between the saved stream and this one."""
         current = self._fingerprint
         changed = [
             f"{name.removeprefix(FILE_PREFIX)} was {saved.get(name, 'absent')}"
@@ -160,7 +160,7 @@ class DatasetStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if the state is of another number of lanes."""
+        """Continue from ``state``. Raises CheckpointError if it is of another number of lanes."""
         documents, offsets = state.get("documents", []), state.get("offsets", [])
         if not len(documents) == len(offsets) == self._batch.global_batch:
             raise CheckpointError(

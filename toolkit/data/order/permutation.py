@@ -57,7 +57,9 @@ def root_key(seed: int) -> UInt64s:
 
 
 def _scramble(values: UInt64s, key: UInt64s) -> UInt64s:
-    """The round function: 32 bits from a half and a round key. Each multiplication keeps its high bits."""
+    """Apply the round function: 32 bits from a half and a round key. Each multiplication keeps its high
+    bits.
+    """
     values = (values ^ key) * np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(32)
     values *= np.uint64(0x94D049BB133111EB)

@@ -139,7 +139,7 @@ def _shift(seed: int, epoch: int, tokens: int) -> int:
 
 
 def split_too_short(tokens: int, sequence_length: int, split: str = "train") -> Problem:
-    """The problem of a split that is shorter than one window."""
+    """Return the problem of a split that is shorter than one window."""
     seen = f"train.sequence_length={sequence_length}, split {split} has {tokens} tokens"
     remedy = f"write train.sequence_length={max(1, tokens - 1)} or less, or prepare more text"
     return Problem(

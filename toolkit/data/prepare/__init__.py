@@ -1,4 +1,4 @@
-"""From text to a data folder: parallel, in bounded memory, resumable with the same bytes.
+"""Prepare a data folder from text: in parallel, in bounded memory, and resumable with the same bytes.
 
     input_store.py     copies an input from a store to this machine
     plan.py            lists the input and cuts it into work units; the recipe: settings that determine bytes

@@ -119,7 +119,7 @@ def _check_folder(config: PrepareConfig, folder: Path, paths: Sequence[Path]) ->
                 Problem(
                     "import_validation",
                     f"{path} is not in {folder}",
-                    "the files of a data folder are in one folder",
+                    "the files of a data folder must be in one folder",
                     f"move it to {folder}",
                 )
             )
@@ -261,7 +261,7 @@ def _describe_shard(
                 Problem(
                     "tokenizer.path",
                     seen,
-                    "every token is one of the tokenizer's",
+                    "every token must be one of the tokenizer's",
                     "name the tokenizer that encoded the files: tokenizer.path=FOLDER",
                 )
             )

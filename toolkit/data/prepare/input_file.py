@@ -146,7 +146,7 @@ def convert_read_errors(path: Path) -> Iterator[None]:
             Problem(
                 "input",
                 description,
-                "every file of the input can be read to its end",
+                "every file of the input must be readable to its end",
                 "restore or remove the file",
             )
         ) from error
@@ -216,7 +216,7 @@ def _zipped(file: IO[bytes], path: Path) -> Iterator[tuple[str, IO[bytes]]]:
                     Problem(
                         "input",
                         description,
-                        "every file of the input can be read",
+                        "every file of the input must be readable",
                         "decrypt it, or remove it from the archive",
                     )
                 )

@@ -37,7 +37,7 @@ SAMPLED_UNITS = 64
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSpec:
-    """What a tokenising process needs. ``folder`` contains tokenizer.json."""
+    """The settings that a tokenising process needs. ``folder`` contains tokenizer.json."""
 
     folder: Path
     end_of_text: int

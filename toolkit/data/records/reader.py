@@ -29,7 +29,6 @@ import xxhash
 
 from toolkit.data.checksums import CHECKSUM_SUFFIX
 from toolkit.data.digest import HASHED_AT_OPENING_BYTES, FileDigest, check_file_hashes, check_file_size
-from toolkit.data.errors import data_path_error
 from toolkit.data.manifest_file import (
     incomplete_manifest,
     read_manifest_file,
@@ -41,6 +40,7 @@ from toolkit.data.records.row_storage import MappedRows, RecordRows, StoreRows, 
 from toolkit.errors import InputError, Problem
 from toolkit.paths import Location, Url, relative_name
 from toolkit.progress import Progress
+from toolkit.remote.errors import DATA
 from toolkit.remote.storage import parse_location
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class RecordSplit:
 
 @dataclass(frozen=True, slots=True)
 class RecordOrigin:
-    """Where the records come from; ``source`` may be an address."""
+    """The origin of the records; ``source`` may be an address."""
 
     description: str
     licence: str
@@ -161,10 +161,12 @@ class RecordManifest:
         )
 
     def split(self, name: str) -> RecordSplit:
-        """Raises InputError naming the available splits if there is no split ``name``."""
+        """Return the split ``name``. Raises InputError naming the available splits if there is none of this
+        name.
+        """
         if name not in self.splits:
             remedy = f"use one of: {', '.join(sorted(self.splits))}"
-            raise data_path_error(f"split {name} of {self.folder}", "the data folder holds the split", remedy)
+            raise DATA.error(f"split {name} of {self.folder}", "the data folder holds the split", remedy)
         return self.splits[name]
 
     def data_hash(self, name: str) -> str:
@@ -303,7 +305,7 @@ def read_record_manifest(path: str | Path) -> RecordManifest:
                     f"{shard.name} of split {name}: {shard.records} records of {manifest.record_bytes} bytes "
                     f"in {shard.file.bytes} bytes"
                 )
-                raise data_path_error(
+                raise DATA.error(
                     f"{file}: {seen}",
                     "a shard consists of whole records, at least one",
                     "restore the file, or write the records again",

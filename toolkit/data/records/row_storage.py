@@ -17,10 +17,10 @@ from toolkit.data.checksums import (
     map_checksums,
 )
 from toolkit.data.digest import FileDigest, check_file_size
-from toolkit.data.errors import data_path_error
 from toolkit.data.manifest_file import resolve_file
 from toolkit.data.remote.cache import BlockCache, CachedFile, read_cached
 from toolkit.paths import Url
+from toolkit.remote.errors import DATA
 from toolkit.remote.fetch import RequestLimits
 from toolkit.remote.storage import ByteRange, StoreFolder, open_folder
 
@@ -114,7 +114,7 @@ def check_store_sizes(location: Url, files: Files) -> None:
         files, _folder(location).sizes([name for name, _ in files]), strict=True
     ):
         if size != expected.bytes:
-            raise data_path_error(
+            raise DATA.error(
                 f"{location / name}: {size} bytes",
                 f"the manifest has {expected.bytes} bytes",
                 "restore the file, or write the records again",

@@ -49,7 +49,7 @@ class BlockCache:
     """Blocks of up to 32 KiB by (file, number), where ``file`` identifies the content, not the location."""
 
     def __init__(self, folder: Path, gib: float) -> None:
-        """Raises InputError if the folder cannot be written or has no room."""
+        """Raise InputError if the folder cannot be written or has no room."""
         sets = int(gib * 2**30) // (BLOCK_BYTES * WAYS)
         self.slots = max(1, sets) * WAYS
         self.folder = folder

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.data.checksums import make_checked_reader
-from toolkit.data.errors import data_path_error
 from toolkit.data.manifest import DataManifest, TokenShard, TokenSplit
 from toolkit.data.remote.cache import BlockCache, CachedFile, read_cached
 from toolkit.data.tokens.index import DTYPE_CODES, HEADER, MAGIC
 from toolkit.errors import InputError
 from toolkit.paths import Url
+from toolkit.remote.errors import DATA
 from toolkit.remote.fetch import RequestLimits
 from toolkit.remote.storage import Buffer, ByteRange, StoreFolder, open_folder
 
@@ -136,7 +136,7 @@ def _folder(manifest: DataManifest, limits: RequestLimits | None = None) -> Stor
 
 
 def _damage_error(location: Url, seen: str, rule: str) -> InputError:
-    return data_path_error(f"{location}: {seen}", rule, "restore the file, or prepare the data again")
+    return DATA.error(f"{location}: {seen}", rule, "restore the file, or prepare the data again")
 
 
 class RemoteTokens:

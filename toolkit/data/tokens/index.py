@@ -62,7 +62,7 @@ class IndexFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises InputError if the file is not an index, is truncated or contradicts itself."""
+        """Raise InputError if the file is not an index, is truncated or contradicts itself."""
         self.path = path
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -102,7 +102,7 @@ def _apply_axes(
 def _parameter_box(
     name: str, whole: tuple[int, ...], shape: tuple[int, ...], plan: RunPlan, rank: int
 ) -> ParameterBox:
-    """The box of a local parameter of ``shape``: an axis splits one dim evenly, in rank order."""
+    """Return the box of a local parameter of ``shape``: an axis splits one dim evenly, in rank order."""
     axes = plan.axes
     cut = [dim for dim, (full, local) in enumerate(zip(whole, shape, strict=True)) if full != local]
     if not cut:

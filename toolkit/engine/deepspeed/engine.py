@@ -38,7 +38,7 @@ from toolkit.engine.protocol import (
 from toolkit.engine.replicas import group_replicas
 from toolkit.engine.step_read import StepRead, loss_weight, read_numbers
 from toolkit.plan.types import RunPlan
-from toolkit.step_parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
+from toolkit.step_parts import BACKWARD, FORWARD, NULL_RECORDER, OPTIMIZER, Recorder
 
 
 class DeepSpeedEngine:
@@ -55,7 +55,7 @@ class DeepSpeedEngine:
         *,
         rank: int,
         local_rank: int,
-        recorder: Recorder = UNRECORDED,
+        recorder: Recorder = NULL_RECORDER,
     ) -> None:
         assert plan.deepspeed is not None, "the plan of a deepspeed run has DeepSpeed's dictionary"
         self._plan, self._objective, self._recorder = plan, objective, recorder
@@ -290,7 +290,7 @@ class DeepSpeedEngine:
         return grad_norm
 
     def _loss_scale(self) -> float:
-        """The run's loss scale; 1 in fp32 and bf16."""
+        """Return the run's loss scale; 1 in fp32 and bf16."""
         return patches.run_loss_scale(self._ds.optimizer, self._ranks)
 
     def _sum_units(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:

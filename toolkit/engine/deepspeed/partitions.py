@@ -110,7 +110,9 @@ class ZeroPartition:
             yield from flat_range.shards(state, flat)
 
     def _whole_shard(self, state: str, tensor: torch.Tensor) -> Shard:
-        """Without ZeRO a partition is one parameter, whose states may have shapes of their own."""
+        """Return the shard of a run without ZeRO, whose partition is one parameter. Its states may have
+        shapes of their own.
+        """
         (only,) = self.ranges
         shape = tuple(tensor.shape)
         key = TensorKey(state, only.parameter_box.name)
@@ -129,7 +131,7 @@ GroupStates = Callable[[Mapping[str, Any]], StateLayout]
 
 
 def group_states(spec: OptimizerSpec, optim: OptimConfig, group: Mapping[str, Any]) -> StateLayout:
-    """The states of a parameter group of DeepSpeed's optimizer."""
+    """Return the states of a parameter group of DeepSpeed's optimizer."""
     return spec.states(optim, spec.group_kind(group))
 
 

@@ -213,7 +213,7 @@ def divide_loss_scale(optimizer: Any, ranks: int) -> None:
 
 
 def run_loss_scale(optimizer: Any, ranks: int) -> float:
-    """The run's loss scale, after :func:`divide_loss_scale`; 1 without loss scaling."""
+    """Return the run's loss scale, after :func:`divide_loss_scale`; 1 without loss scaling."""
     scaler = getattr(optimizer, "loss_scaler", None)
     return float(scaler.cur_scale) * ranks if scaler is not None and scaler.dynamic else 1.0
 

@@ -36,7 +36,7 @@ from toolkit.engine.protocol import (
 from toolkit.engine.replicas import group_replicas
 from toolkit.engine.step_read import StepRead, loss_weight, read_numbers
 from toolkit.plan.types import RunPlan
-from toolkit.step_parts import UNRECORDED, Recorder
+from toolkit.step_parts import NULL_RECORDER, Recorder
 
 
 class DeepSpeedPipelineEngine:
@@ -49,7 +49,7 @@ class DeepSpeedPipelineEngine:
         *,
         rank: int,
         local_rank: int,
-        recorder: Recorder = UNRECORDED,
+        recorder: Recorder = NULL_RECORDER,
     ) -> None:
         assert plan.deepspeed is not None, "the plan of a deepspeed run has DeepSpeed's dictionary"
         self._plan, self._objective, self._recorder = plan, objective, recorder

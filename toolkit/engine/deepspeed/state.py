@@ -23,7 +23,7 @@ from toolkit.optimizers.torch_state import Number, create_state, restore_number,
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside DeepSpeed's wrapper; stage 0 has no wrapper."""
+    """Return the torch optimizer inside DeepSpeed's wrapper; stage 0 has no wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -119,7 +119,7 @@ def gather_persistent_parameters(optimizer: Any) -> None:
 
 
 def _master_targets(partition: ZeroPartition, reader: StateReader) -> list[Shard]:
-    """The shards of the partition's master under the keys that a checkpoint has them under."""
+    """Return the shards of the partition's master under the keys that a checkpoint has them under."""
     return [
         Shard(master_or_weight_key(reader, s.key.name), s.global_shape, s.box, s.data, s.replica, s.replicas)
         for s in partition.shards(WEIGHT, partition.master)

@@ -91,7 +91,7 @@ def _use_functional_linear(module: nn.Module) -> None:
 
 
 def output_layer(module: Any) -> ShardedOutputLayer | None:
-    """The output layer if AutoTP has split its vocabulary; None if every rank stores all of it."""
+    """Return the output layer if AutoTP has split its vocabulary; None if every rank stores all of it."""
     from deepspeed.module_inject.layers import ColumnParallel, LinearLayer
 
     head = module.get_output_embeddings()
@@ -101,7 +101,7 @@ def output_layer(module: Any) -> ShardedOutputLayer | None:
 
 
 def data_group() -> Any:
-    """The ranks with the same shards of the weights, over which ZeRO 3 partitions."""
+    """Return the ranks with the same shards of the weights, over which ZeRO 3 partitions."""
     from deepspeed.utils import groups
 
     return groups.get_data_parallel_group()

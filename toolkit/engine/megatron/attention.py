@@ -134,7 +134,7 @@ class TorchAttention(MegatronModule):
 def mask_arguments(
     kernel: AttentionKernel | None, position_ids: torch.Tensor, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Arguments of a model's forward that separate the documents of a micro-batch.
+    """Return arguments of a model's forward that separate the documents of a micro-batch.
 
     Args:
         position_ids: int64 [batch, whole sequence], 0 at the first token of each document.
@@ -165,7 +165,7 @@ def _causal_mask(length: int, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def _prefix_ends(length: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Number of keys that the last query of each of this rank's two chunks sees."""
+    """Return the number of keys that the last query of each of this rank's two chunks sees."""
     assert group is not None
     return tuple((number + 1) * (length // 2) for number in _rank_chunks(group.rank(), group.size()))  # type: ignore[return-value]
 
@@ -173,20 +173,24 @@ def _prefix_ends(length: int, group: dist.ProcessGroup | None) -> tuple[int, int
 def _query_and_key_positions(
     length: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions in the whole sequence of this rank's ``length`` tokens, and of the gathered tokens."""
+    """Return the positions in the whole sequence of this rank's ``length`` tokens, and of the gathered
+    tokens.
+    """
     size = group.size()
     every = [_rank_positions(length, peer, size, device) for peer in range(size)]
     return every[group.rank()], torch.cat(every)
 
 
 def _rank_positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:
-    """Positions in the whole sequence of a context rank's tokens."""
+    """Return the positions in the whole sequence of a context rank's tokens."""
     chunk = torch.arange(length // 2, device=device)
     return torch.cat([number * (length // 2) + chunk for number in _rank_chunks(rank, size)])
 
 
 def _rank_chunks(rank: int, size: int) -> tuple[int, int]:
-    """A rank's two chunks out of ``2 * size``: one and its mirror image, which balances causal attention."""
+    """Return a rank's two chunks out of ``2 * size``: one and its mirror image, which balances causal
+    attention.
+    """
     return rank, 2 * size - 1 - rank
 
 
@@ -216,6 +220,6 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def _reorder(whole: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The equal chunks of ``whole`` along dim 0 in another order, as a copy."""
+    """Return the equal chunks of ``whole`` along dim 0 in another order, as a copy."""
     chunks = whole.chunk(len(order))
     return torch.cat([chunks[number] for number in order])

@@ -102,7 +102,9 @@ class MegatronModel:
                 chunk.start_param_sync(force_sync=True)
 
     def optimizer_step(self) -> int | None:
-        """The number of Adam's steps; None before the first step and for optimizers that do not count."""
+        """Return the number of Adam's steps; None before the first step and for optimizers that do not
+        count.
+        """
         for master in self.state.masters:
             step = master.inner.state.get(master.tensor, {}).get("step", master.group.get("step"))
             if step is not None:
@@ -186,7 +188,7 @@ def _skip_nonfinite_steps(optimizer: Any, read: StepRead, device: torch.device) 
 
 @torch.no_grad()
 def _squared_norms(optimizer: Any, device: torch.device) -> list[torch.Tensor]:
-    """The squared gradient norms of a ``ChainedOptimizer``, fp32 [1] over all ranks of each.
+    """Return the squared gradient norms of a ``ChainedOptimizer``, fp32 [1] over all ranks of each.
 
     There is one for all its optimizers if they reduce over the same ranks. Collective.
     """

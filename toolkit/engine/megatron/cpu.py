@@ -171,7 +171,7 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 @functools.cache
 def _cpu_torch() -> ModuleType:
-    """The proxy of ``torch`` for modules of Megatron-core. The "CUDA" random state is the CPU's."""
+    """Return the proxy of ``torch`` for modules of Megatron-core. The "CUDA" random state is the CPU's."""
     state = {
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": _set_state,

@@ -42,7 +42,7 @@ from toolkit.plan.kernels import TRANSFORMER_ENGINE
 from toolkit.plan.megatron import needs_single_cuda_queue
 from toolkit.plan.transformer_engine import install_command
 from toolkit.plan.types import Device, RunPlan
-from toolkit.step_parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
+from toolkit.step_parts import BACKWARD, FORWARD, NULL_RECORDER, OPTIMIZER, Recorder
 
 Output = tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]
 
@@ -65,7 +65,7 @@ class MegatronEngine:
         *,
         rank: int,
         local_rank: int,
-        recorder: Recorder = UNRECORDED,
+        recorder: Recorder = NULL_RECORDER,
     ) -> None:
         assert plan.megatron is not None, "the plan of a megatron run has Megatron-core's settings"
         check_transformer_engine(plan)

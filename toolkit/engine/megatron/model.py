@@ -97,7 +97,9 @@ class PaddedVocabularyGPT(GPTModel):
 
 
 def transformer_config(plan: RunPlan) -> TransformerConfig:
-    """The plan's section ``transformer`` as a ``TransformerConfig`` that does not initialize weights."""
+    """Return the plan's section ``transformer`` as a ``TransformerConfig`` that does not initialize
+    weights.
+    """
     assert plan.megatron is not None, "the plan of a megatron run has Megatron-core's settings"
     settings = dict(plan.megatron["transformer"])
     name = settings["activation_func"]
@@ -177,7 +179,7 @@ def layer_spec(plan: RunPlan, config: TransformerConfig, stage: int | None) -> T
 
 
 def attention_kernel(plan: RunPlan) -> AttentionKernel | None:
-    """The kernel of torch's attention; None if attention is Transformer Engine's."""
+    """Return the kernel of torch's attention; None if attention is Transformer Engine's."""
     name = plan.kernels.attention.name
     return None if name == TRANSFORMER_ENGINE_ATTENTION else AttentionKernel(name)
 

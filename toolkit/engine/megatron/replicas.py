@@ -64,7 +64,9 @@ def optimizer_state(state: MegatronState, rank: int, device: torch.device) -> It
 
 
 def _all_holders(local: LocalParameter, rank: int) -> tuple[int, ...]:
-    """All ranks along both axes: ranks are linear in their coordinates, so offsets along two axes add up."""
+    """Return all ranks along both axes: ranks are linear in their coordinates, so offsets along two axes add
+    up.
+    """
     return tuple(sorted(data + tensor - rank for data in local.data_ranks for tensor in local.tensor_ranks))
 
 

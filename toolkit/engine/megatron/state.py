@@ -111,7 +111,7 @@ class MegatronState:
         ]
 
     def master_weights(self) -> list[Shard]:
-        """The masters of runs in 16 bits; in fp32 the optimizer updates the weights themselves."""
+        """Return the masters of runs in 16 bits; in fp32 the optimizer updates the weights themselves."""
         return (
             [shard for master in self.masters for shard in self._master_shards(master, MASTER, master.tensor)]
             if self._sixteen_bits
@@ -207,14 +207,16 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _data_group(expert: bool) -> dist.ProcessGroup:
-    """The ranks with the same weights, over which the distributed optimizer partitions their state."""
+    """Return the ranks with the same weights, over which the distributed optimizer partitions their state."""
     if expert:
         return cast(dist.ProcessGroup, parallel_state.get_expert_data_parallel_group())
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def global_name(chunk: nn.Module, name: str) -> str:
-    """A parameter's name in the local layer spec, with the global numbers of its layer and its expert."""
+    """Return a parameter's name in the local layer spec, with the global numbers of its layer and its
+    expert.
+    """
     layer_match = LAYER.match(name)
     if layer_match is None:
         return name

@@ -119,7 +119,7 @@ class RankReport:
 
     @property
     def activity(self) -> str:
-        """What the main thread does, such as ``waiting for samples``, or its location."""
+        """Return what the main thread does, such as ``waiting for samples``, or its location."""
         if not self._main_frames:
             return "outside of Python"
         activity, location = describe_activity(self._main_frames), format_location(self._main_frames)

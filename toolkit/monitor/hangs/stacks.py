@@ -124,7 +124,7 @@ class ProcessId:
     pid_namespace: str = ""
 
     def shares_host(self, other: ProcessId) -> bool:
-        """Whether the processes share a host and its process numbers."""
+        """Return whether the processes share a host and its process numbers."""
         return (self.host, self.pid_namespace) == (other.host, other.pid_namespace)
 
 

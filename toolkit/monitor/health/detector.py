@@ -46,7 +46,7 @@ class WarmUp:
     def __init__(self, steps: int = WARM_UP) -> None:
         self._left = steps
 
-    def over(self) -> bool:
+    def advance(self) -> bool:
         """Count one more row and return whether the warm-up is over."""
         self._left -= 1
         return self._left < 0

@@ -165,7 +165,7 @@ class JumpDetector(Detector):
         high = [(step, shown) for step, value, shown in self._newest if value > middle + figure.shift * scale]
         if len(high) >= self.STAYED:
             first = high[0][0]
-            self._begin_anew()
+            self._restart_window()
             return self._alert(
                 "shift", row, high, middle, scale, f"has risen in step {first} and stays there"
             )
@@ -193,7 +193,7 @@ class JumpDetector(Detector):
             f"jumped in step {at} and returned" if calm else f"jumped in step {at}",
         )
 
-    def _begin_anew(self) -> None:
+    def _restart_window(self) -> None:
         """Use the values after the shift as the new reference."""
         self._spike = None
         self._before.clear()
@@ -331,5 +331,5 @@ class _Curve:
                 self.best = (middle, loss)
 
     def noise(self) -> float:
-        """The standard deviation of one evaluation."""
+        """Return the standard deviation of one evaluation."""
         return noise_level([loss for _, loss in self.newest])

@@ -60,7 +60,7 @@ class MemoryGrowth(Detector):
 
     def check(self, kind: Kind, row: Row) -> Alert | None:
         size = row.get(self._memory.key)
-        if size is None or not self._warm_up.over():
+        if size is None or not self._warm_up.advance():
             return None
         self._newest.append(size)
         whole = self._blocks.add(size)

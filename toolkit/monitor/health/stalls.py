@@ -62,7 +62,7 @@ class DataStall(Detector):
         self._steps: deque[_SampleWait] = deque(maxlen=LONG_WINDOW)
 
     def check(self, kind: Kind, row: Row) -> Alert | None:
-        if not self._warm_up.over():
+        if not self._warm_up.advance():
             return None
         self._steps.append(_wait_from_ledger(row) if kind is Kind.LEDGER else _wait_from_step(row))
         if len(self._steps) < WINDOW:
@@ -142,7 +142,7 @@ class GarbageCollection(Detector):
         self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
     def check(self, kind: Kind, row: Row) -> Alert | None:
-        if "gc_seconds" not in row or not self._warm_up.over():
+        if "gc_seconds" not in row or not self._warm_up.advance():
             return None
         self._steps.append((row["gc_seconds"], row["step_seconds"]))
         if len(self._steps) < WINDOW:
@@ -194,7 +194,7 @@ class RepeatedPauses(Detector):
             if len(self._collected) > 5 * LONG_WINDOW:  # ledger rows arrive some seconds later
                 del self._collected[next(iter(self._collected))]
             return None
-        if not self._warm_up.over():
+        if not self._warm_up.advance():
             return None
         size = self._size(row["step"])
         row_cost = cost_of_row(row, size, self._collected.get(row["step"], 0.0))
@@ -318,7 +318,7 @@ class BusyHost(Detector):
         self._calm = LONG_WINDOW  # groups of steps since the last busy one
 
     def check(self, kind: Kind, row: Row) -> Alert | None:
-        if not self._warm_up.over() or (group := self._groups.add(row["wall_seconds"], row)) is None:
+        if not self._warm_up.advance() or (group := self._groups.add(row["wall_seconds"], row)) is None:
             return None
         self._newest.append(group)
         busy = _starved_share(group) > self.SHARE

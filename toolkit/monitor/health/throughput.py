@@ -53,7 +53,7 @@ class FallingThroughput(Detector):
         self._seen = 0
 
     def check(self, kind: Kind, row: Row) -> Alert | None:
-        if not self._warm_up.over():
+        if not self._warm_up.advance():
             return None
         row_cost = cost_of_row(row, self._size(row["step"]))
         group = self._groups.add(row_cost.measured, row_cost)
@@ -109,7 +109,7 @@ class Straggler(Detector):
         self._usual = BestMedian(BLOCK, first=WINDOW)
 
     def check(self, kind: Kind, row: Row) -> Alert | None:
-        if row["ranks"] < 2 or not self._warm_up.over():
+        if row["ranks"] < 2 or not self._warm_up.advance():
             return None
         its, middle = row["slowest_busy_seconds"], row["median_busy_seconds"]
         # with two ranks the median is their mean
@@ -180,7 +180,7 @@ class SlowCollective(Detector):
         self._best_step = BestMedian(BLOCK, first=WINDOW)
 
     def check(self, kind: Kind, row: Row) -> Alert | None:
-        if not self._warm_up.over():
+        if not self._warm_up.advance():
             return None
         row_cost = cost_of_row(row, self._size(row["step"]))
         group = self._groups.add(row_cost.measured, row_cost)

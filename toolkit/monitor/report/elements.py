@@ -17,7 +17,7 @@ UNKNOWN = "\u2013"
 
 
 class AxisFormat(StrEnum):
-    """How the script formats the numbers of an axis."""
+    """The format in which the script shows the numbers of an axis."""
 
     NUMBER = "number"
     PERCENT = "percent"  # of fractions: 1 is 100%

@@ -41,7 +41,7 @@ GPU_METRICS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class NodeSamples:
-    """What was sampled on one node.
+    """The samples of one node.
 
     Attributes:
         curves: over time, of the host and of the node's GPUs together.

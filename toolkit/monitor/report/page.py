@@ -53,7 +53,7 @@ FORMATTERS: dict[AxisFormat, Callable[[float | None], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageContent:
-    """What a page shows.
+    """The content of a page.
 
     Attributes:
         state: in one or two words; ``level`` colours it: good, warning or error.

@@ -21,7 +21,7 @@ from toolkit.monitor.report.run_data import (
     effective_attempts,
     mapping_at,
 )
-from toolkit.rows import float_of, read_rows
+from toolkit.rows import float_or_nan, read_rows
 from toolkit.step_parts import COMMUNICATION, PARTS
 
 # The keys of step rows (``MetricsLogger`` in ``observe/progress_hooks.py``); those of sources begin
@@ -105,13 +105,13 @@ class AttemptStats:
 
 
 def _is_planned(name: str) -> bool:
-    """Whether a plan states the metric or part, rather than its spread over ranks."""
+    """Return whether a plan states the metric or part, rather than its spread over ranks."""
     return name in PLANNED or (name.startswith(COMMUNICATION) and not name.endswith((" min", " max")))
 
 
 def step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
     metrics = {
-        name: float_of(value)
+        name: float_or_nan(value)
         for name, value in row.items()
         if (name in STEP_METRICS or name.startswith(EPOCHS))
         and (value is None or isinstance(value, int | float))
@@ -131,7 +131,7 @@ def read_eval_curves(path: Path, advance: Advance) -> dict[str, Curves]:
     sets: dict[str, list[tuple[float, dict[str, float]]]] = {}
     for row in rows_with(path, "step", advance):
         metrics: dict[str, float] = {
-            name: float_of(row[name])
+            name: float_or_nan(row[name])
             for name in ("loss", "accuracy", "seconds")
             if name in row and (row[name] is None or is_number(row[name]))
         }

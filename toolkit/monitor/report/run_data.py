@@ -55,7 +55,7 @@ class AlertRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """What the files of one attempt record.
+    """The records in the files of one attempt.
 
     Attributes:
         began, ended: Unix times recorded by the attempt, or else the files' times, of which the last is that

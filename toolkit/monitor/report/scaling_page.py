@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from io import StringIO
 
-from toolkit.estimate.present_scaling import (
+from toolkit.estimate.scaling import LEAST_EFFICIENCY, Candidate, Scaling, ScalingCurve
+from toolkit.estimate.scaling_report import (
     MEASURED_HEAD,
     TITLES,
     ScalingReport,
@@ -15,7 +16,6 @@ from toolkit.estimate.present_scaling import (
     point_rows,
     table_head,
 )
-from toolkit.estimate.scaling import LEAST_EFFICIENCY, Candidate, Scaling, ScalingCurve
 from toolkit.monitor.report.elements import (
     AxisFormat,
     Chart,

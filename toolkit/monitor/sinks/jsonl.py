@@ -1,8 +1,8 @@
 """One JSONL file for each kind of row, with floats in full precision.
 
-JSON has no NaN and infinity: such a number is written as ``null``, which pandas and ``toolkit.rows.float_of``
-read as NaN. The alert and the run's status contain the original value. orjson takes a twentieth of the time
-of Python's encoder, during which training cannot hold the interpreter.
+JSON has no NaN and infinity: such a number is written as ``null``, which pandas and
+``toolkit.rows.float_or_nan`` read as NaN. The alert and the run's status contain the original value. orjson
+takes a twentieth of the time of Python's encoder, during which training cannot hold the interpreter.
 """
 
 from __future__ import annotations

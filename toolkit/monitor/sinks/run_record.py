@@ -1,4 +1,4 @@
-"""What a service knows about a run: its id there, and the steps that it has."""
+"""A record of what a service has of a run: the id of the run there, and its steps."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ class VisibleGpu:
 
 
 def _utilization(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
-    """The share of the last second or less in which any kernel ran. A GPU that waits in a collective is
-    utilized.
+    """Return the share of the last second or less in which any kernel ran. A GPU that waits in a collective
+    is utilized.
     """
     return {"utilization_percent": nvml.nvmlDeviceGetUtilizationRates(gpu.board).gpu}
 
@@ -109,7 +109,7 @@ def _memory_clock(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
 
 
 def _throttling(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
-    """The current reasons for lowered clocks."""
+    """Return the current reasons for lowered clocks."""
     bits = _newest(
         nvml,
         lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu.board),
@@ -120,8 +120,8 @@ def _throttling(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
 
 
 def _throttled_time(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
-    """The share of the time since the previous sample in which the worst harmful reason held, including short
-    spells.
+    """Return the share of the time since the previous sample in which the worst harmful reason held,
+    including short spells.
     """
     nanoseconds = _fields(
         nvml,
@@ -165,7 +165,9 @@ def _remapped_rows(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
 
 
 def _performance(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
-    """Mean activity between two samples by the GPU performance monitor (GPM) of Hopper and later."""
+    """Return the mean activity between two samples by the GPU performance monitor (GPM) of Hopper and
+    later.
+    """
     names = {
         nvml.NVML_GPM_METRIC_SM_UTIL: ("sm_active_percent", 1),
         nvml.NVML_GPM_METRIC_SM_OCCUPANCY: ("sm_occupancy_percent", 1),

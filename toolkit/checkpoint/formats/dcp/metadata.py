@@ -69,7 +69,9 @@ class DcpMetadata:
 
 
 def load_metadata(folder: Path) -> DcpMetadata:
-    """Raises DamagedFile if it is missing or invalid, or a file that it names is missing or too short."""
+    """Read the metadata of a DCP folder. Raises DamagedFile if it is missing or invalid, or a file that it
+    names is missing or too short.
+    """
     path = folder / METADATA
     try:
         found = unpickle.loads(path.read_bytes(), _no_storage)
@@ -157,7 +159,7 @@ def _check_files(folder: Path, metadata: DcpMetadata) -> None:
 
 
 def check_coverage(key: str, tensor: ChunkedTensor) -> None:
-    """Raises DamagedFile if the chunks do not cover each element exactly once."""
+    """Raise DamagedFile if the chunks do not cover each element exactly once."""
     name = TensorKey("tensor", key)
     pieces = [
         TensorPiece(

@@ -54,8 +54,8 @@ def find(path: Path) -> Path | None:
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSource:
-    """Raises CheckpointError if it is damaged or of another model, UnknownModelError if ``model`` is
-    required.
+    """Open a DCP checkpoint. Raises CheckpointError if it is damaged or of another model, UnknownModelError
+    if ``model`` is required.
     """
     if model is None:
         raise unknown_model_error(folder)
@@ -125,7 +125,9 @@ def _source(folder: Path, metadata: DcpMetadata, shape: ModelShape) -> Checkpoin
 
 
 def _sort_keys(folder: Path, keys: Collection[str], names: Collection[str]) -> _SortedKeys:
-    """Raises CheckpointError if two keys name the same tensor, or optimizer state is keyed by numbers."""
+    """Sort the keys by what they store. Raises CheckpointError if two keys name the same tensor, or optimizer
+    state is keyed by numbers.
+    """
     tensors: dict[TensorKey, str] = {}
     counts: dict[str, str] = {}
     rest: list[str] = []
@@ -191,7 +193,7 @@ def _check_model(
     shapes: Mapping[str, tuple[int, ...]],
     shape: ModelShape,
 ) -> None:
-    """Raises CheckpointError naming the tensors that are missing or have another shape."""
+    """Raise CheckpointError naming the tensors that are missing or have another shape."""
     remedy = "set the model options to those of the checkpoint"
     of_model = f"of a model of family {shape.family} with these sizes"
     problems = [
@@ -224,7 +226,7 @@ def _pieces(folder: Path, key: TensorKey, stored: ChunkedTensor) -> Iterator[Ten
 def _read_scalars(
     folder: Path, metadata: DcpMetadata, counts: Mapping[str, str], matrices: Collection[str]
 ) -> dict[str, object]:
-    """Raises DamagedFile if the parameters' step counts differ."""
+    """Read the values other than tensors. Raises DamagedFile if the parameters' step counts differ."""
     steps: dict[int, str] = {}
     for name, key in counts.items():
         stored = metadata.tensors[key]

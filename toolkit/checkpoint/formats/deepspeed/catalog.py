@@ -122,7 +122,7 @@ def _finish(
             Problem(
                 str(folder),
                 f"{folder} has no weight of {listed}",
-                "a checkpoint has every parameter of its model",
+                "a checkpoint must have every parameter of its model",
                 "set the model options to those of the checkpoint",
             )
         )
@@ -144,7 +144,7 @@ def _lazy_pieces(
 def _check_unique(
     parameters: Mapping[str, RankParameter], parts: Mapping[str, CanonicalPart], folder: Path
 ) -> None:
-    """Raises CheckpointError if two parameters of one rank are the same canonical tensor.
+    """Raise CheckpointError if two parameters of one rank are the same canonical tensor.
 
     A tied alias may be stored too, but without its own optimizer state.
     """

@@ -1,4 +1,6 @@
-"""What files contain of a stored parameter, before its canonical tensor is known. Imports no torch."""
+"""The content of a stored parameter as its files have it, before its canonical tensor is known. Imports no
+torch.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def load_file(folder: Path, name: str) -> SavedFile:
-    """Raises DamagedFile if the file is missing or not a dictionary of torch.save."""
+    """Load one file. Raises DamagedFile if it is missing or not a dictionary of torch.save."""
     content = torch_zip.load(folder, name, named=True)
     if not isinstance(content, Mapping):
         raise DamagedFile(
@@ -137,8 +137,8 @@ def read_models(folder: Path, *, allow_both: bool = False) -> tuple[tuple[SavedF
 
 
 def read_checkpoint(folder: Path) -> SavedCheckpoint:
-    """Raises DamagedFile if a file is missing or unreadable, CheckpointError if this kind of checkpoint is
-    not supported.
+    """Read the files of a checkpoint. Raises DamagedFile if one is missing or unreadable, CheckpointError if
+    this kind of checkpoint is not supported.
     """
     names = list_names(folder)
     _check_supported(folder, names)

@@ -74,7 +74,7 @@ def read_optimizer(folder: Path, file: SavedFile, shapes: Mapping[str, Shape]) -
 
 
 def read_steps(file: SavedFile) -> Iterator[object]:
-    """As ``zero.read_steps``."""
+    """Return the step counts as :func:`zero.read_steps` does."""
     saved = file.content.get("optimizer") or {}
     inner = saved.get("optimizer_state_dict", saved)
     for holder in (*inner.get("state", {}).values(), *read_groups(file)):

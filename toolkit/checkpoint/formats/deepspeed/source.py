@@ -75,7 +75,9 @@ def find(path: Path) -> Path | None:
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSource:
-    """Raises CheckpointError if it is damaged or unsupported, UnknownModelError if ``model`` is required."""
+    """Open a DeepSpeed checkpoint. Raises CheckpointError if it is damaged or unsupported, UnknownModelError
+    if ``model`` is required.
+    """
     if model is None:
         raise unknown_model_error(folder)
     try:

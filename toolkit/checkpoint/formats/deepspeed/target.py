@@ -116,7 +116,9 @@ def lay_out(
 
 
 def _choose_settings(source: CheckpointSource, shape: ModelShape, config: TargetConfig) -> TargetSettings:
-    """Raises CheckpointError naming everything that prevents the conversion."""
+    """Choose the settings of the target. Raises CheckpointError naming everything that prevents the
+    conversion.
+    """
     stage, parallel = int(config.zero.name.removeprefix("stage")), config.parallel
     dtype = target_tensors.choose_weights_dtype(source, config.precision)
     moments = adam.moment_states(source, config)
@@ -219,7 +221,7 @@ def _tensor_problems(shape: ModelShape, ranks: int) -> Iterator[Problem]:
             yield Problem(
                 "target.parallel.tensor",
                 f"{seen}, {spec.name} {list(spec.shape)}",
-                f"tensor ranks have equal parts of dim {dim}",
+                f"tensor ranks must have equal parts of dim {dim}",
                 "write a number that divides it",
             )
             return

@@ -182,7 +182,7 @@ def config_state(settings: TargetSettings) -> dict[str, Any]:
 
 
 def plain_optimizer_state(rank: ModelRank, settings: TargetSettings, records: FileTensors) -> dict[str, Any]:
-    """Without ZeRO: return torch's state dict, with one tensor per parameter labelled (state, name).
+    """Return torch's state dict of a run without ZeRO, with one tensor per parameter labelled (state, name).
 
     Groups record the names of their parameters, which torch preserves and ignores; without them, state could
     not be matched to parameters.
@@ -240,7 +240,7 @@ def zero12_state(
 def zero3_state(
     buffers: Sequence[FlatBuffer], settings: TargetSettings, records: FileTensors
 ) -> dict[str, Any]:
-    """The same for ZeRO 3; equal on all ranks except for the tensors."""
+    """Return the state of ZeRO 3; it is equal on all ranks except for the tensors."""
     scaler = ReduceCall(_SCALER, (1.0,), {"cur_scale": 1.0, "dynamic": False})
     return _optimizer_file(
         {

@@ -98,7 +98,7 @@ def open_state_dict(folder: Path) -> CheckpointSource:
 
 
 def _open(folder: Path) -> CheckpointSource:
-    """Raises DamagedFile too."""
+    """Do the work of :func:`open_source`. Raises DamagedFile in addition to its errors."""
     config = _read_json(folder, CONFIG)
     family = families.FAMILIES.get(str(config.get("model_type")))
     if family is None:
@@ -247,7 +247,9 @@ class _Published:
         )
 
     def weights(self, folder: Path, slots: Slots) -> Pieces:
-        """Raises CheckpointError naming every tensor that is missing or has another shape."""
+        """Return the pieces of all weights. Raises CheckpointError naming every tensor that is missing or has
+        another shape.
+        """
         problems: list[Problem] = []
         pieces: Pieces = {}
         for tensor in self.hub:
@@ -258,7 +260,7 @@ class _Published:
                     Problem(
                         str(folder),
                         f"{folder} has no tensor {tensor.name}",
-                        "a folder has every tensor of its config.json",
+                        "a folder must have every tensor of its config.json",
                         "download or export it again, or correct config.json",
                     )
                 )

@@ -256,7 +256,7 @@ def _resolve_inside(folder: Path, name: str) -> Path:
             Problem(
                 str(folder),
                 f"{folder}: {error}",
-                "the files of a tokenizer are in its folder",
+                "the files of a tokenizer must be in its folder",
                 "replace the link by the file itself",
             )
         ) from error

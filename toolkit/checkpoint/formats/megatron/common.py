@@ -60,7 +60,9 @@ class CommonState:
 
 
 def load_common(folder: Path) -> CommonState:
-    """Raises DamagedFile if the file is missing or unreadable, or its steps disagree."""
+    """Load what is stored once for all ranks. Raises DamagedFile if the file is missing or unreadable, or its
+    steps disagree.
+    """
     found = torch_zip.load(folder, COMMON)
     if not isinstance(found, dict):
         raise DamagedFile(COMMON, f"{folder / COMMON} is {type(found).__name__}", f"{COMMON} is a mapping")

@@ -63,8 +63,8 @@ def iteration_folder(iteration: str) -> str:
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSource:
-    """Raises CheckpointError if it is damaged, unsupported or of another model, UnknownModelError if
-    ``model`` is required.
+    """Open a Megatron-core checkpoint. Raises CheckpointError if it is damaged, unsupported or of another
+    model, UnknownModelError if ``model`` is required.
     """
     try:
         _check_backend(folder)
@@ -245,7 +245,9 @@ class _Pieces:
                 self.owners[canonical].append(tensor.name)
 
     def tensors(self, states: Sequence[str]) -> dict[TensorKey, TensorInfo]:
-        """Raises CheckpointError if a tensor's parts are incomplete or have several dtypes."""
+        """Return the canonical tensors with these states. Raises CheckpointError if a tensor's parts are
+        incomplete or have several dtypes.
+        """
         infos: dict[TensorKey, TensorInfo] = {}
         for state in states:
             for name, shape in self.shapes.items():
@@ -268,7 +270,7 @@ class _Pieces:
                         Problem(
                             "model",
                             f"{self._folder} has {seen}",
-                            "a checkpoint has every tensor of the model, each in one dtype",
+                            "a checkpoint must have every tensor of the model, each in one dtype",
                             "describe the model that the checkpoint was made of",
                         )
                     )

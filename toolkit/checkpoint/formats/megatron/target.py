@@ -55,8 +55,8 @@ SCHEDULER = (
 
 
 def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
-    """Raises CheckpointError if Megatron-core lacks the model, the layout does not fit, or optimizer
-    settings are unknown.
+    """Plan the files of the target. Raises CheckpointError if Megatron-core lacks the model, the layout does
+    not fit, or optimizer settings are unknown.
     """
     shape = source.shape
     if shape is None:
@@ -167,7 +167,7 @@ def _layout_problems(shape: ModelShape, config: TargetConfig) -> Iterator[Proble
             yield Problem(
                 "target.parallel.tensor",
                 f"target.parallel.tensor={tensor}, {table.name} {table.shape}",
-                f"tensor ranks have equal parts of its {length} {table.cut}",
+                f"tensor ranks must have equal parts of its {length} {table.cut}",
                 "write a divisor of it",
             )
             break
@@ -182,7 +182,7 @@ def _layout_problems(shape: ModelShape, config: TargetConfig) -> Iterator[Proble
         yield Problem(
             "target.parallel.expert",
             f"target.parallel.expert={expert}, {shape.num_local_experts or 'no'} experts",
-            "expert ranks have equal numbers of experts",
+            "expert ranks must have equal numbers of experts",
             "write a divisor of their number, or leave it out",
         )
 

@@ -59,7 +59,9 @@ def find(path: Path) -> Path | None:
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSource:
-    """Raises CheckpointError if it is damaged or unsupported, UnknownModelError if ``model`` is required."""
+    """Open a universal checkpoint. Raises CheckpointError if it is damaged or unsupported, UnknownModelError
+    if ``model`` is required.
+    """
     if model is None:
         raise unknown_model_error(folder)
     try:
@@ -99,7 +101,7 @@ def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSour
 
 
 def _refuse_scrambled(saved: SavedCheckpoint) -> None:
-    """Raises CheckpointError for a checkpoint that was converted from a run with ``round_robin_gradients``.
+    """Raise CheckpointError for a checkpoint that was converted from a run with ``round_robin_gradients``.
 
     The converter uses the recorded slices, whose order is different, so it wrote parameters that consist of
     parts of others.
@@ -121,8 +123,9 @@ def _refuse_scrambled(saved: SavedCheckpoint) -> None:
 def _refuse_without_maxima(
     folder: Path, settings: SavedFile, tensor_ranks: Sequence[Mapping[str, RankParameter]]
 ) -> None:
-    """Raises CheckpointError for AMSGrad without its third state, which DeepSpeed's converter silently
-    drops."""
+    """Raise CheckpointError for AMSGrad without its third state, which DeepSpeed's converter silently
+    drops.
+    """
     amsgrad = any(
         group.get("amsgrad")
         for group in (*zero.read_groups(settings), *(settings.content.get("param_groups") or ()))

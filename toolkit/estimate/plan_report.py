@@ -48,7 +48,7 @@ OVERHEAD = ("temporaries", "messages", "cublas", "fragmentation", "nccl", "cuda_
 
 
 def to_json(plan: RunPlan) -> dict[str, Any]:
-    """The content of ``plan.json``: plain JSON types, sizes in bytes and sequences, stable keys.
+    """Return the content of ``plan.json``: plain JSON types, sizes in bytes and sequences, stable keys.
 
     Unknown values are null.
     """
@@ -115,7 +115,7 @@ def warn_about_budget(plan: RunPlan, *, device_hours: float = 0.0, completed: in
 
 
 def format_plan(plan: RunPlan) -> RenderableType:
-    """The plan as tables for the terminal."""
+    """Return the plan as tables for the terminal."""
     from rich.console import Group
     from rich.json import JSON
     from rich.table import Table
@@ -143,7 +143,7 @@ def describe_axes(plan: RunPlan) -> str:
 
 
 def kernel_choices(plan: RunPlan) -> Iterator[tuple[str, KernelChoice]]:
-    """The rows of ``plan.kernels`` with their titles."""
+    """Yield the rows of ``plan.kernels`` with their titles."""
     for field in fields(plan.kernels):
         yield KERNEL_TITLES.get(field.name, field.name), getattr(plan.kernels, field.name)
 
@@ -202,7 +202,7 @@ def _batch_facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def _predictions(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    """Rows of what is computed from the plan: FLOPs, time, cost, goodput, budget and memory."""
+    """Yield the rows of what is computed from the plan: FLOPs, time, cost, goodput, budget and memory."""
     if flops_per_step(plan) is not None:
         yield "compute", _compute(plan)
     yield "step", _step(plan)
@@ -231,7 +231,9 @@ def _describe_trace(trace: ModuleTrace) -> str:
 
 
 def _first_auto_interval(plan: RunPlan) -> float | None:
-    """Seconds of training before the first save of ``checkpoint.every=auto``; None with another cadence."""
+    """Return the seconds of training before the first save of ``checkpoint.every=auto``; None with another
+    cadence.
+    """
     if not parse_cadence(plan.config.checkpoint.every).auto:
         return None
     return choose_interval(first_costs(plan))
@@ -247,7 +249,7 @@ def _why_no_estimate(plan: RunPlan) -> str:
 
 
 def _step(plan: RunPlan) -> str:
-    """The predicted time of a step with its 80% interval, utilisation and parts."""
+    """Return the predicted time of a step with its 80% interval, utilisation and parts."""
     estimate = _estimate(plan)
     if estimate is None:
         return f"no estimate: {_why_no_estimate(plan)}"
@@ -264,7 +266,7 @@ def _step(plan: RunPlan) -> str:
 
 
 def _flops(plan: RunPlan) -> dict[str, float | None]:
-    """The constants from which throughput and utilisation are computed (plan/flops.py).
+    """Return the constants from which throughput and utilisation are computed (plan/flops.py).
 
     Unknown values are None.
     """
@@ -287,7 +289,7 @@ def _compute(plan: RunPlan) -> str:
 
 
 def _engine(plan: RunPlan) -> str:
-    """The engine, and what it shards over the data ranks."""
+    """Describe the engine, and what it shards over the data ranks."""
     config, name = plan.config, plan.config.engine.name.value
     if config.engine.name is EngineName.deepspeed:
         return f"{name}, ZeRO stage {config.zero.stage}"
@@ -298,7 +300,7 @@ def _engine(plan: RunPlan) -> str:
 
 
 def memory_totals(memory: MemoryPlan) -> dict[str, int]:
-    """Sums of the plan's bytes, and the range in which a run's bytes are expected."""
+    """Return sums of the plan's bytes, and the range in which a run's bytes are expected."""
     return {
         "allocated": memory.allocated,
         "device_total": memory.device_total,
@@ -308,7 +310,7 @@ def memory_totals(memory: MemoryPlan) -> dict[str, int]:
 
 
 def _fit(plan: RunPlan) -> str:
-    """Whether the run fits in memory. A run that does not fit has no plan."""
+    """Return whether the run fits in memory. A run that does not fit has no plan."""
     memory, have = plan.memory, memory_bytes(plan.world)
     assert memory is not None
     if plan.world.device is Device.CPU:

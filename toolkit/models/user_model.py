@@ -18,7 +18,7 @@ from toolkit.progress import report_progress
 from toolkit.user_code import UserObject, build_user_object
 
 
-def build_target(
+def build_user_module(
     model: ModelConfig, seed: int, *, documents: DocumentMasking = DocumentMasking.joined
 ) -> nn.Module:
     """Build the module on the CPU with the weights that its constructor draws under ``seed``.
@@ -55,8 +55,8 @@ def report_construction() -> Iterator[None]:
 
 
 def hugging_face_config(model: ModelConfig, seed: int) -> dict[str, Any] | None:
-    """The ``config.json`` of an exported ``model.target`` for transformers; None for other modules."""
-    module = build_target(model, seed)
+    """Return the ``config.json`` of an exported ``model.target`` for transformers; None for other modules."""
+    module = build_user_module(model, seed)
     config: Any = getattr(module, "config", None)
     if not hasattr(module, "save_pretrained") or not hasattr(config, "to_diff_dict"):
         return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import RunConfig
 from toolkit.estimate.measured_factors import MeasuredEstimate, SpeedFactors, apply_factors
-from toolkit.estimate.present import describe_axes
+from toolkit.estimate.plan_report import describe_axes
 from toolkit.estimate.scaling import (
     LEAST_EFFICIENCY,
     Candidate,

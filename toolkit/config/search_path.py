@@ -16,7 +16,7 @@ EXPERIMENT = "exp"  # the group of experiments
 
 
 def folders(own: Path | None) -> tuple[Path, ...]:
-    """The folders to search, in order: the toolkit's, then ``own`` or else that of the user's project.
+    """Return the folders to search, in order: the toolkit's, then ``own`` or else that of the user's project.
 
     Raises:
         ConfigError: a folder does not exist, or a user's file has the name of a file in ``conf/``.
@@ -62,7 +62,7 @@ def folders(own: Path | None) -> tuple[Path, ...]:
 
 
 def groups(search: Sequence[Path]) -> tuple[str, ...]:
-    """Names of the groups: folders with YAML files."""
+    """Return the names of the groups: folders with YAML files."""
     found = (
         folder.name
         for root in search
@@ -73,7 +73,7 @@ def groups(search: Sequence[Path]) -> tuple[str, ...]:
 
 
 def options(search: Sequence[Path], group: str) -> tuple[str, ...]:
-    """The options of a group: ``stage0``, ...; files in nested folders are ``folder/name``."""
+    """Return the options of a group: ``stage0``, ...; files in nested folders are ``folder/name``."""
     found = (
         path.relative_to(root / group).with_suffix("")
         for root in search
@@ -83,6 +83,8 @@ def options(search: Sequence[Path], group: str) -> tuple[str, ...]:
 
 
 def nearest_option(choice: str, among: Sequence[str]) -> str | None:
-    """The option that ``choice`` most likely means; ``2`` means ``stage2``. None if no option is similar."""
+    """Return the option that ``choice`` most likely means; ``2`` means ``stage2``. None if no option is
+    similar.
+    """
     ending = [option for option in among if choice and option.endswith(choice)]
     return next(iter(ending or difflib.get_close_matches(choice, among, 1, 0.5)), None)

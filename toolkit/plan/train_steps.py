@@ -1,4 +1,4 @@
-"""The length of a run in steps, from ``train.tokens``, ``train.epochs`` and ``schedule.warmup=3%``.
+"""The number of steps of a run, from ``train.tokens``, ``train.epochs`` and ``schedule.warmup=3%``.
 
 A plan has only steps, so that two ways to write a run give the same plan, identity and run directory.
 """
@@ -16,8 +16,8 @@ from toolkit.errors import PlanError, Problem
 from toolkit.plan.batch import ramp_problems, ramp_stages
 
 
-def resolve_length(config: RunConfig) -> RunConfig:
-    """Return ``config`` with the length of the run and of its warm-up in steps.
+def resolve_train_steps(config: RunConfig) -> RunConfig:
+    """Return ``config`` with ``train.steps`` and the steps of its warm-up.
 
     Raises:
         PlanError: ``train.tokens`` is not a whole number of global batches, or ``train.epochs`` is not
@@ -57,21 +57,21 @@ def resolve_epochs(config: RunConfig, samples: int) -> RunConfig:
 
 
 def first_step_after(train: TrainConfig, samples: int) -> int:
-    """The smallest number of steps that reads at least ``samples`` samples, at least 1."""
+    """Return the smallest number of steps that reads at least ``samples`` samples, at least 1."""
     stages = ramp_stages(train)
     stage = stages[bisect_right([stage.first_sample for stage in stages], samples - 1) - 1]
     return max(1, stage.first_step + -(-(samples - stage.first_sample) // stage.size))
 
 
 def samples_after(train: TrainConfig, steps: int) -> int:
-    """The samples that the first ``steps`` steps read."""
+    """Return the samples that the first ``steps`` steps read."""
     stage = next(stage for stage in reversed(ramp_stages(train)) if stage.first_step <= steps)
     return stage.first_sample + (steps - stage.first_step) * stage.size
 
 
 def _steps_of_tokens(config: RunConfig, text: str) -> int:
     train = config.train
-    if config.data.images:
+    if config.data.is_arrays:
         raise _refusal(
             f"train.tokens={text}, data.name={config.data.name}",
             "only text has tokens",

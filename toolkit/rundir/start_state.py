@@ -23,21 +23,21 @@ OTHER_FOLDER_REMEDY = "write run.dir=FOLDER, one that this user can make and wri
 ALLOWED_ENTRIES = {"lock", "jobs", "attempts", "checkpoints", "lost+found", ".gitkeep"}
 
 
-class SourceKind(StrEnum):
+class StartKind(StrEnum):
     INITIAL = "initial"
     RESUME = "resume"
     FORK = "fork"
 
 
 @dataclass(frozen=True, slots=True)
-class StateSource:
+class StartState:
     """The state that a run starts from. ``path`` is None for initial weights."""
 
-    kind: SourceKind
+    kind: StartKind
     path: Location | None = None
 
 
-def resolve_source(config: RunConfig, newest: Location | None) -> StateSource:
+def resolve_start_state(config: RunConfig, newest: Location | None) -> StartState:
     """Choose the state that this start continues from.
 
     Args:
@@ -60,7 +60,7 @@ def resolve_source(config: RunConfig, newest: Location | None) -> StateSource:
                     "remove resume to fork, or run.fork to resume",
                 )
             )
-        return StateSource(SourceKind.RESUME, _existing_path("resume", resume))
+        return StartState(StartKind.RESUME, _existing_path("resume", resume))
     if newest is not None and resume == "never":
         raise ConfigError(
             Problem(
@@ -71,10 +71,10 @@ def resolve_source(config: RunConfig, newest: Location | None) -> StateSource:
             )
         )
     if newest is not None:
-        return StateSource(SourceKind.RESUME, newest)
+        return StartState(StartKind.RESUME, newest)
     if fork is not None:
-        return StateSource(SourceKind.FORK, _existing_path("run.fork", fork))
-    return StateSource(SourceKind.INITIAL)
+        return StartState(StartKind.FORK, _existing_path("run.fork", fork))
+    return StartState(StartKind.INITIAL)
 
 
 def _existing_path(key: str, value: str) -> Location:
@@ -137,7 +137,7 @@ def check_folder(path: Path) -> None:
 
 
 def check_identity(config: RunConfig, file: Path) -> None:
-    """Raises ConfigError if the folder belongs to another run.
+    """Raise ConfigError if the folder belongs to another run.
 
     Args:
         config: Configuration of this start.

@@ -1,4 +1,4 @@
-"""Take over a store as the writer of its pointer, when a run starts."""
+"""Claim a store when a run starts, as the writer of its pointer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from toolkit.checkpoint.catalog import DamagedFile
 from toolkit.checkpoint.remote.pointer import (
     POINTER,
     Pointer,
-    Start,
-    claim,
+    StoreClaim,
+    claimed_pointer,
     lost_pointer_error,
     parse_pointer,
     steps_with_manifest,
@@ -29,7 +29,7 @@ class StoreState:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenStore:
+class ClaimedStore:
     """A store that this attempt writes to.
 
     Attributes:
@@ -43,8 +43,8 @@ class TakenStore:
     steps: tuple[int, ...]
 
 
-def take_over(objects: StoreObjects, start: Start) -> TakenStore:
-    """Replace the pointer with one of this start; see ``pointer.claim``.
+def claim_store(objects: StoreObjects, claim: StoreClaim) -> ClaimedStore:
+    """Replace the store's pointer with one that names this attempt as its writer (``claimed_pointer``).
 
     That shows whether the store can be written before training starts, and an earlier attempt that is still
     alive is refused when it writes next.
@@ -58,10 +58,10 @@ def take_over(objects: StoreObjects, start: Start) -> TakenStore:
     steps = set(steps_with_manifest(entry.name for entry in objects.listing()).values())
     try:
         found = parse_pointer(content[0], str(url / POINTER)) if content is not None else None
-        if found is None and start.explicit is None and steps:
+        if found is None and claim.explicit is None and steps:
             complete = complete_checkpoints(objects)
             raise lost_pointer_error(url, str(complete[0]) if complete else None)
-        pointer, follows = claim(found, start, url)
+        pointer, follows = claimed_pointer(found, claim, url)
         newest = None
         if follows and pointer.checkpoint is not None:
             newest = load(objects, pointer.checkpoint).url
@@ -71,4 +71,4 @@ def take_over(objects: StoreObjects, start: Start) -> TakenStore:
         version = objects.replace(POINTER, pointer.encode(), None if content is None else content[1])
     except Conflict:
         raise writer_error(url, None) from None
-    return TakenStore(StoreState(pointer, version), newest, tuple(sorted(steps)))
+    return ClaimedStore(StoreState(pointer, version), newest, tuple(sorted(steps)))
