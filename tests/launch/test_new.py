@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.processes import ROOT
 from toolkit import TrainResult, load_config, train
+from toolkit.data.tokens import stdlib
 from toolkit.errors import InputError
 from toolkit.launch import new
 from toolkit.new import create_project
@@ -20,12 +22,14 @@ SHORT = ("+exp=first", "cluster.gpus_per_node=0", "debug.threads=1", "eval.every
 
 
 @pytest.fixture
-def project(tmp_path: Path, stdlib: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A new project, the working folder; its modules are not imported yet."""
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new project, the working folder; its modules are not imported yet. Its text is that of one folder, which
+    takes a second to prepare, instead of the standard library.
+    """
     folder = tmp_path / "mine"
     create_project(folder)
-    (folder / "data").mkdir()
-    (folder / "data/stdlib").symlink_to(stdlib)
+    read = stdlib.read_source_texts
+    monkeypatch.setattr(stdlib, "read_source_texts", lambda _: read(ROOT / "toolkit/checkpoint"))
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
