@@ -23,8 +23,8 @@ SHORT = ("+exp=first", "cluster.gpus_per_node=0", "debug.threads=1", "eval.every
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A new project, the working folder; its modules are not imported yet. Its text is that of one folder, which
-    takes a second to prepare, instead of the standard library.
+    """A new project, the working folder; its modules are not imported yet. Its text is that of one folder
+    instead of the standard library, which takes ten times longer to prepare.
     """
     folder = tmp_path / "mine"
     create_project(folder)
