@@ -232,8 +232,14 @@ def test_files_are_split_at_size_limit(tmp_path: Path, monkeypatch: pytest.Monke
     assert compute_digest(open_source(written, tiny_shape()).reader()) == compute_digest(source.reader())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "mixed"),
+    [(family, number % 2 == 1) for number, family in enumerate(("llama", "gpt2", "qwen3", "mixtral"))]
+    + [
+        pytest.param(family, mixed, marks=pytest.mark.full)
+        for family, mixed in (("qwen2", True), ("qwen3_moe", False))
+    ],
+)
 def test_round_trip_restores_every_tensor(family: str, mixed: bool, tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run", family, mixed=mixed))
     written = write(source, asked(tensor=2, pipeline=2, optim=SETTINGS), tmp_path / "written")
