@@ -334,6 +334,7 @@ next(steps)
 """
 
 
+@pytest.mark.full
 def test_a_process_may_end_while_it_reads(folder: Path, tmp_path: Path) -> None:
     """With requests under way, some of them stalled, Python exits normally and soon: library threads that
     call into it would abort it.
@@ -540,6 +541,7 @@ def test_a_run_from_a_store_is_the_run_from_a_folder(tmp_path: Path) -> None:
     assert losses["local"] == losses["store"]
 
 
+@pytest.mark.full
 def test_secret_in_the_command_is_not_written(tmp_path: Path) -> None:
     command = [
         sys.executable,
