@@ -5,6 +5,7 @@ pytest tests/launch/test_new.py
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     read = stdlib.read_source_texts
     monkeypatch.setattr(stdlib, "read_source_texts", lambda _: read(ROOT / "toolkit/checkpoint"))
     monkeypatch.chdir(folder)
+    importlib.invalidate_caches()  # of folders, whose time may be too coarse to show the new modules
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
         monkeypatch.delitem(sys.modules, name)
