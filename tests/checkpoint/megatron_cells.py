@@ -97,7 +97,9 @@ BF16 = Precision.bf16
 LLAMA_TP = cell("llama", tensor=2, data=2, zero=1, label="padded", vocabulary=ODD, with_args=True)
 GPT2_3D = cell("gpt2", tensor=2, pipeline=2, singleton=True)
 MIXTRAL_EP = cell("mixtral", data=2, expert=2)
-QWEN2_BF16 = cell("qwen2", data=2, zero=1, precision=BF16)
+QWEN2_BF16 = cell(
+    "qwen2", data=2, zero=1, precision=BF16, singleton=True
+)  # with separate keys of gate and up
 QUICK = (LLAMA_TP, GPT2_3D, MIXTRAL_EP, QWEN2_BF16)
 # Every family, axis and precision, and both kinds of keys; each pair of them that shares code.
 FULL = (
