@@ -131,17 +131,29 @@ MOMENTS = [
     (ConversionPhase.RENAME, 0),
     (RENAMED, 0),
 ]
+EACH_PHASE = [
+    moment for moment in MOMENTS if moment not in ((WRITE, 0), (WRITE, 20), (ConversionPhase.UNITS, 11))
+]
 
 
-@pytest.mark.parametrize("kind", ["zips", pytest.param("native", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("kind", "moments"),
+    [("zips", EACH_PHASE), pytest.param("native", MOMENTS, marks=pytest.mark.full)],
+    ids=["zips", "native"],
+)
 def test_killed_conversion_resumes_in_each_phase(
-    kind: str, source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
+    kind: str,
+    moments: list[tuple[str, int]],
+    source: Path,
+    unbroken: dict[str, Files],
+    forks: ForkServerContext,
+    tmp_path: Path,
 ) -> None:
     """The target is missing or complete. The same command resumes, does not rewrite durable bytes, and
     produces the same files as an undisturbed conversion.
     """
     went_on = 0
-    for number, moment in enumerate(MOMENTS):
+    for number, moment in enumerate(moments):
         target = tmp_path / str(number)
         Attempt(forks, source, target, kind, kill_at=moment).die()
         assert target.exists() == (moment[0] == RENAMED), moment
@@ -172,6 +184,7 @@ def test_killed_conversion_resumes_in_each_phase(
     assert went_on >= 2, "attempts go on in the middle"
 
 
+@pytest.mark.full
 def test_killed_at_random_times_resumes(
     source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:

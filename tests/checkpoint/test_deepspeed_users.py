@@ -139,8 +139,7 @@ def test_infer_group_names() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("family", "stage"), [("llama", 1), ("qwen2", 2)])
 def test_universal_of_autotp(family: str, stage: int, pool: RankPool, tmp_path: Path) -> None:
     plan = tiny_plan(family, **EVEN)
     pool.run(
@@ -179,7 +178,9 @@ def test_scrambled_universal_checkpoint_is_rejected(
 # ---- what a converted checkpoint is to a user's program
 
 
-@pytest.mark.parametrize("scheduler", ["WarmupDecayLR", "LambdaLR", "CosineAnnealingLR"])
+@pytest.mark.parametrize(
+    "scheduler", ["WarmupDecayLR", pytest.param("LambdaLR", marks=pytest.mark.full), "CosineAnnealingLR"]
+)
 def test_lr_scheduler_resumes_from_converted_checkpoint(
     scheduler: str, pool: RankPool, tmp_path: Path
 ) -> None:

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +129,9 @@ def check(pool: RankPool, trained: Trained, layout: Layout, family: str, folder:
 
 
 QUICK = [
-    ("qwen2", Layout(0, data=2), {}),
-    ("qwen2", Layout(2, data=4), {}),
+    pytest.param("qwen2", Layout(0, data=2), {}, marks=pytest.mark.full),
+    pytest.param("qwen2", Layout(2, data=4), {}, marks=pytest.mark.full),
     pytest.param("gpt2", Layout(1, data=2), {}, marks=pytest.mark.full),
-    pytest.param("qwen3", Layout(1, data=4), ODD, marks=pytest.mark.full),
     ("qwen3", Layout(3, data=4, sub_group=50), ODD),
     ("qwen2", Layout(1, pipeline=2), {}),
     ("llama", Layout(3, tensor=2), {}),
@@ -159,6 +157,7 @@ def test_bf16_resumes_bitwise(runs: Runs, pool: RankPool, tmp_path: Path) -> Non
     check(pool, trained, layout, "qwen2", tmp_path, **BF16)
 
 
+@pytest.mark.full
 def test_bf16_state_is_equal_in_other_stage(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     trained, layout = runs.get("qwen2", Layout(1, data=2), tuple(BF16.items())), Layout(3, data=2)
     path = convert(trained.source, layout.target(trained.source), tmp_path / "written")
@@ -167,21 +166,18 @@ def test_bf16_state_is_equal_in_other_stage(runs: Runs, pool: RankPool, tmp_path
 
 
 def test_control_missing_moments_change_losses(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
-    trained, layout = runs.get("qwen2"), Layout(2, data=4)
+    trained, layout = runs.get("qwen2"), Layout(2, data=2)
     path = convert(trained.source, layout.target(trained.source, optimizer=False), tmp_path / "written")
-    opened, *_ = pool.run(continue_with_vendor, layout.plan("qwen2"), path, ranks=4)
+    opened, *_ = pool.run(continue_with_vendor, layout.plan("qwen2"), path, ranks=2)
     assert {key.state for key in opened.state} == {WEIGHT}
     assert all(same_bits(value, trained.tensors[key]) for key, value in opened.state.items())
     assert furthest(opened.results, trained.went_on) > 10 * TOLERANCE
 
 
-# Llama and odd sizes in every layout, the other families in some.
+# Odd sizes at every stage on one rank and on four, every other family at one stage on two.
 STAGES = [
-    (family, stage, data)
-    for number, family in enumerate([*FAMILIES, "odd"])
-    for stage in range(4)
-    for turn, data in enumerate((1, 2, 4))
-    if family in ("llama", "odd") or (number + stage) % 3 == turn
+    *(("odd", stage, data) for stage in range(4) for data in (1, 4) if (stage, data) != (3, 4)),
+    *((family, number % 4, 2) for number, family in enumerate(FAMILIES)),
 ]
 
 
@@ -196,15 +192,20 @@ def test_deepspeed_resumes_at_every_stage(
     )
 
 
+# Every stage with tensor ranks, and every axis with and without data ranks and in each family.
 AXES = [
-    *(Layout(stage, data=data, tensor=2) for stage in range(4) for data in (1, 2)),
-    *(Layout(stage, data=data, pipeline=2) for stage in (0, 1) for data in (1, 2)),
+    *(("llama", Layout(stage, data=1 + stage % 2, tensor=2)) for stage in range(4)),
+    ("llama", Layout(0, pipeline=2)),
+    ("llama", Layout(1, data=2, pipeline=2)),
+    ("qwen2", Layout(1, tensor=2)),
+    ("qwen2", Layout(0, data=2, pipeline=2)),
+    ("gpt2", Layout(1, pipeline=2)),
+    ("gpt2", Layout(1, tensor=2)),
 ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", AXES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize(("family", "layout"), AXES, ids=str)
 def test_deepspeed_resumes_on_each_axis(
     family: str, layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path
 ) -> None:
@@ -216,7 +217,7 @@ def test_deepspeed_resumes_on_each_axis(
 
 
 IN_BF16 = [
-    *(Layout(stage, data=data) for stage in (1, 2, 3) for data in (1, 2, 4)),
+    *(Layout(stage, data=data) for stage, data in ((1, 4), (2, 1), (2, 4), (3, 1), (3, 4))),
     Layout(1, data=2, pipeline=2),
 ]
 
@@ -326,9 +327,9 @@ def test_one_universal_folder_serves_all_stages(
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        *product(
-            ("gpt2", "llama", "odd"), [Layout(stage, data=data) for stage in (1, 2, 3) for data in (1, 2, 4)]
-        ),
+        *(("odd", Layout(stage, data=data)) for stage, data in ((1, 4), (2, 1), (3, 2), (3, 4))),
+        ("gpt2", Layout(2, data=4)),
+        ("llama", Layout(1, data=1)),
         ("llama", Layout(1, tensor=2)),
     ],
     ids=str,
@@ -341,7 +342,7 @@ def test_deepspeed_resumes_from_every_universal_folder(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeed_resumes_from_universal_in_bf16(
     stage: int, runs: Runs, pool: RankPool, tmp_path: Path
 ) -> None:
@@ -349,6 +350,7 @@ def test_deepspeed_resumes_from_universal_in_bf16(
     check_universal(pool, runs.get("gpt2", layout, tuple(BF16.items())), layout, "gpt2", tmp_path, **BF16)
 
 
+@pytest.mark.full
 def test_universal_note_about_step_counter(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     """If this test fails, DeepSpeed has fixed its defect, and the note and this test can be removed."""
     trained, layout = runs.get("qwen2"), Layout(3, data=2)

@@ -309,7 +309,7 @@ def test_parse_half_keys_and_unknown_keys() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", [Precision.fp32, BF16])
+@pytest.mark.parametrize("precision", [BF16])
 def test_sgd_momentum_is_read(megatron_saved: Saves, precision: Precision) -> None:
     settings = {"optim__name": "sgd", "optim__momentum": 0.9, "optim__lr": 0.1, "optim__clip": 0.0}
     case = Cell(megatron("llama", tensor=2), precision, more=tuple(settings.items()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,19 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("native") / "checkpoints")
 
 
-def vendor(kind: str, native: Path, folder: Path) -> Path:
-    """A checkpoint without this toolkit's manifest, as a vendor writes it."""
-    source = open_source(native)
-    target = VENDORS[kind](source, TargetConfig(format=TargetFormat[kind]))
-    Conversion(source, target, folder).run()
-    (folder / manifest.FOREIGN_NAME).unlink()
-    return folder
+@pytest.fixture(scope="module")
+def vendors(native: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints without this toolkit's manifest, as each vendor writes them. Tests copy them."""
+    source, folders = open_source(native), {}
+    for kind, lay_out in VENDORS.items():
+        folders[kind] = tmp_path_factory.mktemp("vendors") / kind
+        Conversion(source, lay_out(source, TargetConfig(format=TargetFormat[kind])), folders[kind]).run()
+        (folders[kind] / manifest.FOREIGN_NAME).unlink()
+    return folders
+
+
+def folder_in(folder: Path) -> Path:
+    return next(path for path in folder.iterdir() if path.is_dir())
 
 
 def sign(content: dict[str, Any]) -> dict[str, Any]:
@@ -96,11 +103,11 @@ def test_latest_does_not_follow_outside_links(native: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("vendor_kind", TRACKERS)
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ("half a surrogate pair", "empty")])
 def test_tracker_cannot_name_outside_folder(
-    kind: str, vendor_kind: str, native: Path, tmp_path: Path
+    kind: str, vendor_kind: str, vendors: dict[str, Path], tmp_path: Path
 ) -> None:
     """The outside folder is a checkpoint, so only the check of its name prevents reading it."""
-    outside = vendor(vendor_kind, native, tmp_path / "outside")
-    tag = next(path for path in outside.iterdir() if path.is_dir())
+    outside = shutil.copytree(vendors[vendor_kind], tmp_path / "outside")
+    tag = folder_in(outside)
     here = tmp_path / "here"
     here.mkdir()
     name = {"absolute": str(tag), "parent": f"../outside/{tag.name}"}.get(kind, HOSTILE[kind])
@@ -116,9 +123,9 @@ def test_tracker_cannot_name_outside_folder(
 
 @pytest.mark.parametrize("vendor_kind", VENDORS)
 def test_vendor_checkpoint_with_outside_link_is_rejected(
-    vendor_kind: str, native: Path, tmp_path: Path
+    vendor_kind: str, vendors: dict[str, Path], tmp_path: Path
 ) -> None:
-    folder = vendor(vendor_kind, native, tmp_path / "saved")
+    folder = shutil.copytree(vendors[vendor_kind], tmp_path / "saved")
     open_source(folder, tiny_shape())
     victim = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     victim.rename(tmp_path / "elsewhere")
@@ -139,9 +146,9 @@ def test_native_checkpoint_with_outside_link_is_rejected(tmp_path: Path) -> None
 @pytest.mark.parametrize("where", ["index", "optimizer"])
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hugging_face_index_cannot_name_outside_files(
-    kind: str, where: str, native: Path, tmp_path: Path
+    kind: str, where: str, vendors: dict[str, Path], tmp_path: Path
 ) -> None:
-    folder = vendor("huggingface", native, tmp_path / "saved")
+    folder = shutil.copytree(vendors["huggingface"], tmp_path / "saved")
     if where == "index":
         (folder / "model.safetensors").rename(folder / "other.safetensors")
         (folder / "model.safetensors.index.json").write_text(
@@ -164,8 +171,10 @@ def test_hugging_face_index_cannot_name_outside_files(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind != "half a surrogate pair"])
-def test_dcp_metadata_cannot_name_outside_files(kind: str, native: Path, tmp_path: Path) -> None:
-    folder = next(path for path in vendor("megatron", native, tmp_path / "saved").iterdir() if path.is_dir())
+def test_dcp_metadata_cannot_name_outside_files(kind: str, vendors: dict[str, Path], tmp_path: Path) -> None:
+    folder = next(
+        path for path in shutil.copytree(vendors["megatron"], tmp_path / "saved").iterdir() if path.is_dir()
+    )
     name = HOSTILE[kind]
     metadata = pickle.loads((folder / METADATA).read_bytes())
     for info in metadata.storage_data.values():
@@ -191,8 +200,12 @@ def test_dcp_metadata_cannot_name_outside_files(kind: str, native: Path, tmp_pat
         )
     ],
 )
-def test_universal_parameter_cannot_name_outside_files(kind: str, native: Path, tmp_path: Path) -> None:
-    folder = next(path for path in vendor("universal", native, tmp_path / "saved").iterdir() if path.is_dir())
+def test_universal_parameter_cannot_name_outside_files(
+    kind: str, vendors: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = next(
+        path for path in shutil.copytree(vendors["universal"], tmp_path / "saved").iterdir() if path.is_dir()
+    )
     for path in folder.glob("*_model_states.pt"):
         content = torch.load(path, weights_only=False)
         content["param_shapes"][0][HOSTILE[kind]] = torch.Size([1])

@@ -56,7 +56,7 @@ tensors = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_s
 
 
 @settings(
-    max_examples=60,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,

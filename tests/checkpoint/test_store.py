@@ -463,7 +463,8 @@ store.save(1, [shard], {}, namespace="test/1", rank=rank, ranks=2, attempt=1)
 """
 
 
-@pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full  # a silent rank is reported: the test above
+@pytest.mark.parametrize("dies", [0, 1])
 def test_killed_rank_fails_save_on_other_ranks(dies: int, tmp_path: Path) -> None:
     """The death is detected before the timeout (30 minutes), and without signals from a launcher."""
     other = subprocess.Popen([sys.executable, "-c", RANK_THAT_DIES, str(tmp_path), str(dies)])

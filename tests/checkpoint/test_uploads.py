@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
-from tests.checkpoint.uploads import IDENTITY, SECONDS, UploadingRun, run_until_killed, state
+from tests.checkpoint.uploads import IDENTITY, SECONDS, UploadingRun, poll_often, run_until_killed, state
 from tests.damage import flip_byte
 from tests.data.local_stores import Store, environment
 from tests.waiting import wait_until
@@ -24,6 +24,7 @@ from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.catalog import block_count
 from toolkit.checkpoint.offline import reshard
 from toolkit.checkpoint.planner import ReadPlanner
+from toolkit.checkpoint.remote import upload
 from toolkit.checkpoint.remote.pointer import (
     Pointer,
     StoreClaim,
@@ -42,6 +43,11 @@ from toolkit.config.reshard import ReshardAction, ReshardConfig
 from toolkit.errors import CheckpointError, ConfigError
 
 PREFIX = "runs/mine"
+
+
+@pytest.fixture(autouse=True)
+def fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    poll_often(monkeypatch)
 
 
 def url_of(store: Store) -> str:
@@ -79,12 +85,12 @@ def check_loads(url: str, step: int) -> None:
 @pytest.mark.parametrize(
     ("phase", "nth", "loads"),
     [
-        (UploadPhase.FILES, 2, 1),  # two files each of two checkpoints
+        pytest.param(UploadPhase.FILES, 2, 1, marks=pytest.mark.full),  # two files each of two checkpoints
         (UploadPhase.FILES, 3, 1),
-        (UploadPhase.VERIFY, 1, 1),
-        (UploadPhase.MANIFEST, 1, 1),
+        pytest.param(UploadPhase.VERIFY, 1, 1, marks=pytest.mark.full),
+        pytest.param(UploadPhase.MANIFEST, 1, 1, marks=pytest.mark.full),
         (UploadPhase.POINTER, 1, 1),
-        (UploadPhase.RETENTION, 0, 2),  # of the first checkpoint: keep_last=1
+        pytest.param(UploadPhase.RETENTION, 0, 2, marks=pytest.mark.full),  # of the first: keep_last=1
         (UploadPhase.RETENTION, 1, 2),
     ],
 )
@@ -242,7 +248,7 @@ def test_a_rank_that_cannot_report_its_failure_repeats_its_part(
 
 
 def test_ranks_that_wait_for_checkpoints_read_the_shared_folder_at_a_bounded_rate() -> None:
-    assert poll_seconds(1) == poll_seconds(8) == 0.5
+    assert poll_seconds(1) == poll_seconds(2) == upload.POLL_SECONDS
     assert 4096 / poll_seconds(4096) <= 100
 
 
@@ -250,7 +256,7 @@ def test_a_stop_does_not_wait_longer_than_its_time(store: Store, tmp_path: Path)
     run = UploadingRun(tmp_path / "run", url_of(store))
     store.faults.down = True
     run.save(1)
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 0.5
     assert not run.close(lambda: deadline - time.monotonic())
     assert (tmp_path / "run/uploads/pending").exists()
     for uploader in run.uploaders:
@@ -264,14 +270,14 @@ def test_a_stop_does_not_wait_longer_than_its_time(store: Store, tmp_path: Path)
 def test_uploading_to_and_reading_from_a_failing_store_give_the_same_state(
     store: Store, tmp_path: Path
 ) -> None:
-    store.faults.failing = 0.05
+    store.faults.failing = 0.08
     run = UploadingRun(tmp_path / "run", url_of(store))
-    for step in range(1, 9):
+    for step in range(1, 6):
         run.save(step)
         run.wait_until_sent()
     assert run.close()
     for _ in range(3):
-        check_loads(url_of(store), 8)
+        check_loads(url_of(store), 5)
     assert store.faulty.total() > 2
 
 

@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from tests.waiting import wait_until
 from toolkit.checkpoint.online.store import CheckpointStore
+from toolkit.checkpoint.remote import upload
 from toolkit.checkpoint.remote.claim import claim_store
 from toolkit.checkpoint.remote.pointer import SUBJECT, StoreClaim, Writer
 from toolkit.checkpoint.remote.upload import Uploader, UploadPhase, UploadSettings
@@ -27,7 +29,7 @@ from toolkit.remote.objects import WRITE_LIMITS, StoreObjects
 RANKS = 2
 SECONDS = 120.0  # for anything, on a busy machine
 LIMITS = replace(
-    WRITE_LIMITS, first_backoff_seconds=0.01, max_backoff_seconds=0.1, opening_seconds=2.0, store_retries=2
+    WRITE_LIMITS, first_backoff_seconds=0.01, max_backoff_seconds=0.1, opening_seconds=1.0, store_retries=2
 )
 IDENTITY = "01234567"
 
@@ -39,6 +41,11 @@ def state(step: int) -> dict[TensorKey, torch.Tensor]:
         for state in (WEIGHT, EXP_AVG)
         for name in "ab"
     }
+
+
+def poll_often(patch: pytest.MonkeyPatch) -> None:
+    """Let the threads of ranks look for each other's files every 20 ms instead of every half second."""
+    patch.setattr(upload, "POLL_SECONDS", 0.02)
 
 
 class UploadingRun:
@@ -120,6 +127,7 @@ def run_until_killed(
     n-th time (from 0).
     """
     torch.set_num_threads(1)
+    poll_often(pytest.MonkeyPatch())
     os.environ.update(environment)
     entered: dict[UploadPhase, int] = {}
 

@@ -320,32 +320,6 @@ def test_configuration_survives_the_config_map() -> None:
     assert replace(arrived, cluster=here.cluster, run=replace(arrived.run, dir=None)) == here
 
 
-def test_config_map_equals_local_configuration(tmp_path: Path) -> None:
-    """Equal except for cluster and run.dir, which has the same name."""
-    words = ["+exp=quickstart", "optim.lr=0.002", "cluster.gpus_per_node=0", "cluster.cpu_ranks=2"]
-    own = {
-        ClusterBackend.local: [],
-        ClusterBackend.slurm: ["cluster=slurm", "cluster.slurm.partition=cpu"],
-        ClusterBackend.kubernetes: [
-            "cluster=kubernetes",
-            "cluster.kubernetes.image=toolkit",
-            "cluster.kubernetes.volumes={/workspace: training}",
-        ],
-    }
-
-    def frozen(words: list[str]) -> RunConfig:
-        of = create_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path)
-        config = from_yaml(backends.get_backend(of.config.cluster.where).render(of)[CONFIG_FILE])
-        assert config.run.dir is not None
-        return replace(
-            config, cluster=ClusterConfig(), run=replace(config.run, dir=Path(config.run.dir).name)
-        )
-
-    here, slurm, kubernetes = (frozen([*words, *more]) for more in own.values())
-    assert here == slurm == kubernetes
-    assert frozen([*words, "optim.lr=0.003"]) != here  # a control
-
-
 # ---- rejected before anything is written
 
 REFUSED: dict[str, tuple[TrainingJob, str]] = {

@@ -34,7 +34,7 @@ from toolkit.rundir.directory import RunDirectory
 # -- arguments
 
 
-@pytest.mark.parametrize(("prune", "run"), [("null", 3), ("10", 3), ("2.5", 2), ("1", 1)])
+@pytest.mark.parametrize(("prune", "run"), [("null", 3), ("2.5", 2)])
 def test_points_that_are_predicted_to_be_slow_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prune: str, run: int
 ) -> None:
@@ -190,6 +190,7 @@ def test_refused_points_have_reasons(tmp_path: Path) -> None:
     assert own.plan.config.monitor.group == "mine"
 
 
+@pytest.mark.full
 def test_point_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     """The same rule as for a single run."""
     words = (
@@ -255,6 +256,7 @@ def test_changed_experiment_file_is_rejected(tmp_path: Path) -> None:
     assert "sweep.dir=FOLDER" in problem.remedy
 
 
+@pytest.mark.full
 def test_cpu_points_need_host_memory(tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.cpu_ranks=2")
     needed = points(*words, folder=tmp_path)[0].plan.memory.device_total * 2
@@ -293,6 +295,7 @@ class HalvingSweeper(Sweeper):
             rate, best, index = rate / 2, returned.return_value, index + 1
 
 
+@pytest.mark.full
 def test_custom_sweeper_receives_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     HalvingSweeper.__module__ = "hydra_plugins.halving"  # like an installed plugin
     monkeypatch.setitem(sys.modules, "hydra_plugins.halving", sys.modules[__name__])

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.data.sample_texts import TEXTS, small_tokenizer, write_jsonl
+from tests.data.sample_texts import TEXTS, small_tokenizer, write_histogram, write_jsonl
+from toolkit.data.prepare import report
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_drawing() -> Iterator[None]:
+    """Most of a small preparation's time is spent on drawing its histogram."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw_histogram", write_histogram)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from toolkit.config.prepare import PrepareConfig, TokenizerConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.prepare import plan, tokenise
+from toolkit.data.prepare.report import PreparationStatistics
 from toolkit.data.prepare.run import prepare
 from toolkit.data.tokens import tokenizer as bpe
 from toolkit.data.tokens.index import IndexFile
@@ -115,6 +116,11 @@ def use_small_units(
     monkeypatch.setattr(plan, "MAX_UNIT_BYTES", unit)
     monkeypatch.setattr(tokenise, "PART_BYTES", part)
     monkeypatch.setattr(tokenise, "BATCH_TEXT_BYTES", batch)
+
+
+def write_histogram(statistics: PreparationStatistics, path: Path) -> None:
+    """Replace ``report.draw_histogram``: write the numbers that it would draw."""
+    path.write_text(json.dumps([statistics.documents, statistics.tokens, statistics.histogram]))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -100,9 +100,10 @@ def test_reading_does_not_change_the_global_generators() -> None:
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index,union-attr]
 
 
-def test_workers_give_the_same_samples_and_name_the_line_that_raises() -> None:
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_workers_give_the_same_samples_and_name_the_line_that_raises(workers: int) -> None:
     expected = global_batches(config_of("Table", bad=17), 1, steps=1)
-    data = opened(config_of("Table", workers=2, bad=17))
+    data = opened(config_of("Table", workers=workers, bad=17))
     steps = data.stream.steps(0)
     assert [(int(s["number"]), float(s["y"])) for samples in next(steps) for s in samples] == expected[0]
     with pytest.raises(DatasetError) as caught:
@@ -111,7 +112,10 @@ def test_workers_give_the_same_samples_and_name_the_line_that_raises() -> None:
     message, line = str(caught.value), line_of(user_code, "raise OSError")
     assert "data.target=tests.train.user_code.Table" in message
     assert f"raised OSError in {user_code.__file__}:{line} when reading sample 17: unreadable" in message
-    assert "Traceback in the dataset" in caught.value.__notes__[0]
+    if workers:
+        assert "Traceback in the dataset" in caught.value.__notes__[0]
+    else:
+        assert isinstance(caught.value.__cause__, OSError)
     assert not [thread for thread in threading.enumerate() if thread.name == "data-stream"]
 
 

@@ -77,7 +77,7 @@ def test_tokens_round_trip(tmp_path: Path, vocab_size: int) -> None:
 
 
 @given(seed=st.integers(0, 10**6), shard_bytes=st.integers(1, 400), length=st.integers(1, 60))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_windows_over_shards(
     tmp_path_factory: pytest.TempPathFactory, seed: int, shard_bytes: int, length: int
 ) -> None:

@@ -263,7 +263,7 @@ def histories(draw: st.DrawFn) -> tuple[int, list[tuple[BatchPlan, int]]]:
 
 
 @given(history=histories(), first_step=st.integers(0, 10**6), table=tables(), seed=SEEDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_mixture_is_the_same_on_up_to_1024_changing_ranks(
     history: tuple[int, list[tuple[BatchPlan, int]]], first_step: int, table: list[MixturePhase], seed: int
 ) -> None:

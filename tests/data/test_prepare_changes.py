@@ -74,7 +74,8 @@ CHANGES = (corrected, removed, file_removed, file_added_between, one_of_two_read
 
 
 @pytest.mark.parametrize(
-    ("change", "workers"), [*((change, 1) for change in CHANGES), (file_added_between, 2)]
+    ("change", "workers"),
+    [*((change, 1) for change in CHANGES), pytest.param(file_added_between, 2, marks=pytest.mark.full)],
 )
 def test_after_a_correction_only_the_changed_files_are_read_again(
     change: Callable[[Path], None],
@@ -182,7 +183,7 @@ def make_bad(folder: Path, rows: int = 40) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_bad_rows_are_skipped_and_counted(
     workers: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

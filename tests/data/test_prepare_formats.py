@@ -233,17 +233,17 @@ def test_a_document_that_memory_cannot_hold_is_named_with_its_size(
     """Memory is checked first, since the tokenizer's library would abort the process."""
     import psutil
 
-    small = 3 << 20
+    small = 1 << 20
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in ["one", "two " * (small // 4), "three"])
     )
     free = psutil.virtual_memory()
-    monkeypatch.setattr(read, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(read, "LARGE_BYTES", 1 << 19)
     monkeypatch.setattr(
         psutil, "virtual_memory", lambda: free._replace(available=read.TOKENISER_MEMORY * small - 1)
     )
     with pytest.raises(
-        InputError, match=r"a\.jsonl, the line at byte 16: a document of 3 MiB(?s:.*)0\.4 GiB are available"
+        InputError, match=r"a\.jsonl, the line at byte 16: a document of 1 MiB(?s:.*)0\.1 GiB are available"
     ):
         prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, validation=0.0)
     monkeypatch.setattr(

@@ -1,6 +1,7 @@
 """A preparation killed with ``kill -9`` and started again gives the same bytes without repeated work.
 
-pytest -m full tests/data/test_prepare_killed.py      # many kills
+pytest tests/data/test_prepare_killed.py              # while shards are written
+pytest -m full tests/data/test_prepare_killed.py      # and while documents are tokenised
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ def copy_of(case: Case, output: Path) -> Case:
     return Case(case.corpus, output, case.workers)
 
 
+@pytest.mark.full
 def test_resume_after_kill_during_tokenisation(killed: Case, tmp_path: Path) -> None:
     """The next process tokenises exactly the documents that are left."""
     case = copy_of(killed, tmp_path / "out")
@@ -133,6 +135,7 @@ def test_resume_after_kill_during_tokenisation(killed: Case, tmp_path: Path) -> 
     assert sum(encoded) == 2000 - read  # 2000 if receipts are ignored: see the control
 
 
+@pytest.mark.full
 def test_control_without_receipts_everything_is_repeated(killed: Case, tmp_path: Path) -> None:
     case = copy_of(killed, tmp_path / "out")
     for path in (case.output / ".work" / tokenise.PARTS).glob("*.json"):

@@ -76,8 +76,7 @@ def remote(store: Store, scheme: str = "s3", **options: object) -> RemoteTokens:
 # -- the same samples
 
 
-@pytest.mark.parametrize("scheme", ["s3", "http"])
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("scheme", "cached"), [("s3", False), ("http", True)])
 def test_the_stream_is_that_of_the_local_folder(
     folder: Path, tmp_path: Path, scheme: str, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +101,7 @@ def test_the_stream_is_that_of_the_local_folder(
         assert not np.array_equal(taken(source, 3, 70), taken(local, 3, 71))
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [pytest.param(False, marks=pytest.mark.full), True])
 def test_failures_lose_and_repeat_no_sample(
     folder: Path, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +334,7 @@ next(steps)
 """
 
 
+@pytest.mark.full
 def test_a_process_may_end_while_it_reads(folder: Path, tmp_path: Path) -> None:
     """With requests under way, some of them stalled, Python exits normally and soon: library threads that
     call into it would abort it.
@@ -347,7 +347,7 @@ def test_a_process_may_end_while_it_reads(folder: Path, tmp_path: Path) -> None:
                 stderr=subprocess.PIPE,
                 env={**os.environ, **environment(store), "XDG_CACHE_HOME": str(tmp_path)},
             )
-            for _ in range(3)
+            for _ in range(2)
         ]
         for process in leaving:
             _, message = process.communicate(timeout=60)
@@ -541,6 +541,7 @@ def test_a_run_from_a_store_is_the_run_from_a_folder(tmp_path: Path) -> None:
     assert losses["local"] == losses["store"]
 
 
+@pytest.mark.full
 def test_secret_in_the_command_is_not_written(tmp_path: Path) -> None:
     command = [
         sys.executable,

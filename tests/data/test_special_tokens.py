@@ -51,7 +51,7 @@ def ids_of(folder: Path) -> Counter[str]:
     return Counter({content: found[tokenizer.token_to_id(content)] for content in COUNTS})
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_parse_makes_special_tokens_and_text_makes_none(
     workers: int, chat_tokenizer: TokenizerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

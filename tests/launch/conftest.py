@@ -9,20 +9,11 @@ import pytest
 
 from tests.cluster.metadata_server import Metadata, serve_metadata
 from tests.launch.tiny_runs import prepare_data
-from toolkit.data.tokens.stdlib import ensure_stdlib
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_data(tmp_path_factory.mktemp("data") / "toolkit")
-
-
-@pytest.fixture(scope="session")
-def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data of a new project: the standard library with 512 tokens."""
-    folder = tmp_path_factory.mktemp("data") / "stdlib"
-    ensure_stdlib(folder, 512)
-    return folder
 
 
 @pytest.fixture

@@ -67,6 +67,7 @@ def test_plan_starts_nothing(tmp_path: Path, data: Path) -> None:
         load_config("train.steps=-1")
 
 
+@pytest.mark.full
 def test_compiled_training_on_cpus_is_compiled(tmp_path: Path, data: Path) -> None:
     from torch._dynamo.utils import counters
 

@@ -42,6 +42,7 @@ SMALL = (
 WILD = ("optim.lr=1e22",)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_supervisor_does_not_restart_diverged_ranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -60,9 +61,7 @@ def test_supervisor_does_not_restart_diverged_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("launcher", "ranks"), [("python", 1), ("python", 2), ("torchrun", 2), ("deepspeed", 2)]
-)
+@pytest.mark.parametrize(("launcher", "ranks"), [("python", 1), ("torchrun", 2), ("deepspeed", 2)])
 def test_diverged_run_is_not_restarted(launcher: str, ranks: int, data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = command(

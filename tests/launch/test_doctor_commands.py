@@ -91,6 +91,7 @@ def test_failed_check_is_reported_with_its_remedy(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].endswith("this run would fail")
 
 
+@pytest.mark.full
 def test_unplannable_run_is_reported_with_other_checks(tmp_path: Path) -> None:
     done = doctor(
         "--json", "+exp=quickstart", "cluster.cpu_ranks=2", "parallel.tensor=3", "run.dir=run", cwd=tmp_path
@@ -135,7 +136,7 @@ def test_two_ranks_connect(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+@pytest.mark.parametrize("launcher", ["torchrun"])
 def test_two_ranks_on_an_unfit_machine(launcher: str, tmp_path: Path) -> None:
     argv = command(launcher, DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
     # Child processes inherit a soft limit, which does not prevent the ranks from connecting.
@@ -197,7 +198,7 @@ def test_preflight_runs_before_training(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@RANKS
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_preflight_refuses_an_unfit_machine(launcher: str, tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.preflight=true", "train.steps=3", f"run.dir={tmp_path / 'run'}")
     argv = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash", *command(launcher, FAKE, *words)]

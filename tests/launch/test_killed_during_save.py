@@ -1,7 +1,8 @@
 """A run that is killed during a save resumes to the same result.
 
-pytest tests/launch/test_killed_during_save.py            one phase, on one rank of the local engine
-pytest tests/launch/test_killed_during_save.py -m full    every phase of a save, on two ZeRO 2 ranks
+pytest tests/launch/test_killed_during_save.py -m full    every phase, of the local engine or two ZeRO 2 ranks
+
+A save that is killed in each phase, without a training: tests/checkpoint/test_crash.py.
 """
 
 from __future__ import annotations
@@ -62,9 +63,8 @@ class Case:
 
 
 # POINTER: the checkpoint is complete, but ``latest`` does not point to it yet.
-QUICK = [Case(SavePhase.POINTER, 0, leaves=2 * EVERY, launcher="python", background=True, ranks=1)]
-FULL = [
-    Case(SavePhase.POINTER, 0, leaves=2 * EVERY, launcher="python", background=True),
+CASES = [
+    Case(SavePhase.POINTER, 0, leaves=2 * EVERY, launcher="python", background=True, ranks=1),
     Case(SavePhase.PIECES, 0, leaves=EVERY, entry=2),  # one shard is written
     Case(SavePhase.PIECES, 1, leaves=EVERY, entry=2, launcher="python", background=True),
     Case(SavePhase.FSYNC, 1, leaves=EVERY),
@@ -89,10 +89,9 @@ def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return losses
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_run_killed_during_a_save_resumes_to_same_result(
     case: Case, data: Path, uninterrupted: list[float], tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """Mistakes are reported quickly with value, rule and remedy, and leave nothing behind.
 
-pytest tests/launch/test_mistakes.py            every mistake, most of them in forks of one process
-pytest tests/launch/test_mistakes.py -m full    each one as a separate command, timed
+pytest tests/launch/test_mistakes.py            every mistake, in forks of one process
+pytest tests/launch/test_mistakes.py -m full    one of each kind as a command, timed, and under launchers
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ import psutil
 import pytest
 
 from launch import plan, train
-from tests.launch.mistakes import BASE, MISTAKES, Mistake
+from tests.launch.mistakes import BASE, KINDS, MISTAKES, Mistake
 from tests.launch.processes import ROOT, TRAIN, RunningCommand, command
 
 SECONDS = 8.0
 SECONDS_OF_RANK_0 = 4.0  # CPU time
 COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train.main, "plan": plan.main}
+FIRSTS = [mistakes[0] for mistakes in KINDS.values()]  # what differs is where a mistake is found
 CASES = [
-    (script, mistake)
-    for script in COMMANDS
-    for mistake in MISTAKES
-    if script == "train" or not mistake.starting_only
+    *(("train", mistake) for mistake in MISTAKES),
+    *(("plan", mistake) for mistake in FIRSTS if not mistake.starting_only),
 ]
 
 
@@ -69,10 +68,6 @@ def in_fork(main: Callable[[list[str]], int], arguments: list[str], folder: Path
     return os.waitstatus_to_exitcode(status), output.read_text()
 
 
-def test_at_least_forty_mistakes() -> None:
-    assert len({str(mistake) for mistake in MISTAKES}) >= 40
-
-
 @pytest.fixture(scope="module")
 def warm() -> None:
     """Import what every case needs before the forks."""
@@ -93,13 +88,14 @@ def test_mistake_is_reported(
     assert [path.name for path in tmp_path.iterdir()] == ["output.txt"], "a refused run leaves no files"
 
 
-QUICK = (MISTAKES[0], MISTAKES[9])
+TIMED = [("train", mistake) for mistake in FIRSTS] + [("plan", FIRSTS[0])]
 
 
-TIMED = [case if case[1] in QUICK else pytest.param(*case, marks=pytest.mark.full) for case in CASES]
-
-
-@pytest.mark.parametrize(("script", "mistake"), TIMED, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("script", "mistake"),
+    [TIMED[0], *(pytest.param(*case, marks=pytest.mark.full) for case in TIMED[1:])],
+    ids=lambda value: str(value),
+)
 def test_mistake_is_reported_quickly(script: str, mistake: Mistake, tmp_path: Path) -> None:
     (tmp_path / "output.txt").touch()  # run.dir=. is a mistake in a folder that contains something else
     began = time.monotonic()
@@ -110,8 +106,9 @@ def test_mistake_is_reported_quickly(script: str, mistake: Mistake, tmp_path: Pa
     assert seconds < SECONDS
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("launcher", [pytest.param("deepspeed", marks=pytest.mark.full), "torchrun"])
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_mistake_under_a_launcher_is_reported_once(launcher: str, tmp_path: Path) -> None:
     """Within two CPU seconds of rank 0 and before it loads torch, so no store, group or device exists."""
     mark = tmp_path / "run"

@@ -5,13 +5,16 @@ pytest tests/launch/test_new.py
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launch.processes import ROOT
 from toolkit import TrainResult, load_config, train
+from toolkit.data.tokens import stdlib
 from toolkit.errors import InputError
 from toolkit.launch import new
 from toolkit.new import create_project
@@ -20,13 +23,16 @@ SHORT = ("+exp=first", "cluster.gpus_per_node=0", "debug.threads=1", "eval.every
 
 
 @pytest.fixture
-def project(tmp_path: Path, stdlib: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A new project, the working folder; its modules are not imported yet."""
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new project, the working folder; its modules are not imported yet. Its text is that of one folder
+    instead of the standard library, which takes ten times longer to prepare.
+    """
     folder = tmp_path / "mine"
     create_project(folder)
-    (folder / "data").mkdir()
-    (folder / "data/stdlib").symlink_to(stdlib)
+    read = stdlib.read_source_texts
+    monkeypatch.setattr(stdlib, "read_source_texts", lambda _: read(ROOT / "toolkit/checkpoint"))
     monkeypatch.chdir(folder)
+    importlib.invalidate_caches()  # of folders, whose time may be too coarse to show the new modules
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,7 +1,7 @@
 """Sweeps as commands: each point is one job and runs once, even if sweeps are killed or run concurrently.
 
 pytest tests/launch/test_sweep.py            small ones, with a fake training
-pytest tests/launch/test_sweep.py -m full    32 points, a real Slurm, launchers of ranks, and real training
+pytest tests/launch/test_sweep.py -m full    a real Slurm, launchers of ranks, and real training
 """
 
 from __future__ import annotations
@@ -27,14 +27,9 @@ from tests.launch.slurm import loopback_slurm, missing
 from toolkit.config.compose import compose, from_yaml
 
 STUB = ROOT / "tests" / "launch" / "stub_training.py"
-# 40 combinations, of which 8 cannot run: the rate would be below quickstart's schedule.min_lr=2e-4.
-GRID = (
-    "+exp=quickstart",
-    "zero=stage0,stage1,stage2,stage3",
-    "optim.lr=3e-4,5e-4,7e-4,1e-3,2e-3,3e-3,5e-3,1e-2,1e-4,1e-5",
-)
-SMALL = ("+exp=quickstart", "zero=stage0,stage1", "optim.lr=5e-4,1e-3,1e-4")  # 6, of which 2 cannot run
-LOW = ("optim.lr=0.0001", "optim.lr=1e-05")
+# 6 combinations, of which 2 cannot run: the rate would be below quickstart's schedule.min_lr=2e-4.
+SMALL = ("+exp=quickstart", "zero=stage0,stage1", "optim.lr=5e-4,1e-3,1e-4")
+LOW = "optim.lr=0.0001"
 
 
 def typed(*words: str, script: Path = STUB) -> list[str]:
@@ -66,12 +61,6 @@ def done(folder: Path) -> list[str]:
 @pytest.mark.timeout(120)
 def test_each_point_runs_once_despite_a_killed_sweep(tmp_path: Path) -> None:
     check_sweep_with_a_killed_process(SMALL, tmp_path, jobs=4, half=1)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(400)
-def test_32_points_run_once_despite_a_killed_sweep(tmp_path: Path) -> None:
-    check_sweep_with_a_killed_process(GRID, tmp_path, jobs=32, half=12)
 
 
 def check_sweep_with_a_killed_process(grid: Sequence[str], tmp_path: Path, *, jobs: int, half: int) -> None:
@@ -147,7 +136,7 @@ def check_grid(
     assert Counter(row["state"] for row in rows) == {"done": points, "refused": refused}
     for row in rows:
         if row["state"] == "refused":
-            assert row["swept"][1] in LOW
+            assert row["swept"][1] == LOW
             assert "schedule.min_lr" in row["reason"]
             assert not Path(row["run_dir"]).exists(), "a refused point leaves no folder"
     configurations = set()
@@ -165,6 +154,7 @@ def check_grid(
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_ctrl_c_saves_points_and_sweep_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
@@ -220,20 +210,17 @@ def test_sweep_without_feasible_points_leaves_nothing(word: str, shows: str, tmp
 
 @pytest.mark.full
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_sweep_under_a_launcher_is_rejected_once(launcher: str, tmp_path: Path) -> None:
+def test_sweep_under_a_launcher_is_rejected_once(tmp_path: Path) -> None:
     """hydra#2074, submitit#1764: Hydra's launchers conflict with rank launchers, and sweeps start inside
     every rank.
     """
     folder = tmp_path / "pair"
-    argv = command(launcher, TRAIN, "-m", "+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
+    argv = command("torchrun", TRAIN, "-m", "+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
     with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
         code = started.wait_for_exit(90)
         started.wait_until_gone(15)
-    assert code == (2 if launcher == "deepspeed" else 1), started.output
-    assert started.output.count("remedy:") == (1 if launcher == "deepspeed" else 2), (
-        "torchrun's own report repeats it at its end"
-    )
+    assert code == 1, started.output
+    assert started.output.count("remedy:") == 2, "torchrun's own report repeats it at its end"
     assert f"run python {TRAIN} -m +exp=quickstart" in started.output
     assert not folder.exists()
 

@@ -79,10 +79,9 @@ def test_hook_that_raises_on_rank_1_ends_the_run_with_one_traceback(tmp_path: Pa
 
 @pytest.mark.full
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_dataset_that_raises_on_rank_1_is_named_with_its_line(workers: int, tmp_path: Path) -> None:
+def test_dataset_that_raises_on_rank_1_is_named_with_its_line(tmp_path: Path) -> None:
     code, output = train(
-        tmp_path / "run", "zero=stage1", f"data.workers={workers}", "+data.arguments.bad=2", "eval.every=0"
+        tmp_path / "run", "zero=stage1", "data.workers=2", "+data.arguments.bad=2", "eval.every=0"
     )
     assert code == 1, output
     assert f"raised OSError in {FILE}:{line_of('raise OSError')} when reading sample 2" in output

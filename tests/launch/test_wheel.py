@@ -141,12 +141,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installa
 
 
 @pytest.fixture(scope="module")
-def project(installed: Installation, stdlib: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(installed: Installation, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project from ``dmt new``, with its data, after six steps on one rank."""
     folder = tmp_path_factory.mktemp("elsewhere")
     assert "train it: cd mine && dmt train +exp=first" in installed.run("dmt", "new", "mine", cwd=folder)
-    (folder / "mine/data").mkdir()
-    (folder / "mine/data/stdlib").symlink_to(stdlib)
     output = installed.run("dmt", "train", *KEYS, "engine=local", "train.steps=6", cwd=folder / "mine")
     assert f"project {folder / 'mine'}: conf has its groups and experiments" in output
     assert "report:        dmt report runs/first-" in output
@@ -191,6 +189,7 @@ def test_guard_sees_a_file_of_the_repository(tmp_path: Path) -> None:
     assert guarded.read_log.read_text() == f"{ROOT / 'pyproject.toml'}\n"
 
 
+@pytest.mark.full
 def test_new_project_trains_resumes_and_reports(installed: Installation, project: Path) -> None:
     run = run_of(project)
     assert steps(run) == list(range(1, 7))
@@ -204,6 +203,7 @@ def test_new_project_trains_resumes_and_reports(installed: Installation, project
     assert (run / "report.html").is_file()
 
 
+@pytest.mark.full
 def test_commands_answer_in_a_folder_of_the_project(installed: Installation, project: Path) -> None:
     below = project / "conf/exp"
     assert "mine.model.CausalConvolutions" in installed.run("dmt", "plan", "+exp=first", cwd=below)
