@@ -1,6 +1,6 @@
 """Runs that go back to a sound checkpoint after a NaN and a spike, and skip the samples before them.
 
-    pytest tests/train/test_rollback.py             one process, and ZeRO 1 on two ranks
+    pytest tests/train/test_rollback.py             ZeRO 1 on two ranks, and a killed run of one process
     pytest tests/train/test_rollback.py -m full     further layouts and both engines
 
 Their losses are compared to the bit with those of runs that skip the same samples from the beginning.
@@ -272,7 +272,7 @@ def layouts(quick: Sequence[str], names: Iterable[str] = LAYOUTS) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
 
 
-@pytest.mark.parametrize("layout", layouts(["local", "zero1"]))
+@pytest.mark.parametrize("layout", layouts(["zero1"]))
 def test_run_goes_back_skips_samples_and_ends(
     layout: str, poison: Poison, fresh: FreshRun, pool: RankPool
 ) -> None:

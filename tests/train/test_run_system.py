@@ -1,7 +1,9 @@
 """Runs on two simulated nodes with fake GPUs: faults are named within 20 steps, and a driver that hangs
 delays no step and changes no loss.
 
-    pytest tests/train/test_run_system.py
+    pytest tests/train/test_run_system.py -m full
+
+Quickly, tests/monitor has the sampler with a driver that hangs, and the detectors.
 """
 
 from __future__ import annotations
@@ -110,6 +112,7 @@ def alerts(directory: RunDirectory, node: int) -> list[dict[str, Any]]:
     return list(read_rows(directory.node_alerts_file(node)))
 
 
+@pytest.mark.full
 def test_gpu_faults_are_named_and_delay_no_step(data: Path, tmp_path: Path) -> None:
     with rank_pool(2) as pool:
         bare = trained(tmp_path / "bare", data, pool, system_seconds=0, faults=False)

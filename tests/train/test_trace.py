@@ -54,9 +54,9 @@ def differences(plan: RunPlan) -> dict[str, float]:
 
 
 # Each family and each mode; those with experts in each mode.
-QUICK = (("llama", "none"), ("gpt2", "full"), ("mixtral", "selective"))
+QUICK = (("llama", "none"), ("mixtral", "selective"))
 FULL = (
-    *(("llama", "2"), ("qwen2", "2"), ("qwen3", "selective"), ("gpt2", "selective")),
+    *(("gpt2", "full"), ("llama", "2"), ("qwen2", "2"), ("qwen3", "selective"), ("gpt2", "selective")),
     *(("qwen3_moe", "none"), ("qwen3_moe", "full"), ("mixtral", "2")),
 )
 
