@@ -53,10 +53,11 @@ def test_keys_of_a_file_are_those_typed_one_by_one(write: Write) -> None:
 
 def test_typed_settings_win_over_the_file(write: Write) -> None:
     write(TUNED)
-    settings = plan("+engine.deepspeed=ds.json", "+engine.deepspeed.wall_clock_breakdown=false").deepspeed
-    assert settings is not None
-    assert settings["wall_clock_breakdown"] is False
-    assert settings["zero_optimization"]["reduce_bucket_size"] == 1000
+    for words in (["+engine.deepspeed=ds.json", "+engine.deepspeed.wall_clock_breakdown=false"],) * 2:
+        settings = plan(*words).deepspeed
+        assert settings is not None
+        assert settings["wall_clock_breakdown"] is False
+        assert settings["zero_optimization"]["reduce_bucket_size"] == 1000
         words.reverse()
 
 

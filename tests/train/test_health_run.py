@@ -208,7 +208,7 @@ SAVING: dict[Fault, dict[str, Any]] = {slow_save_of_rank_0: {"checkpoint__every"
 # Faults that other causes entail.
 SYMPTOMS = {"falling-throughput", "evaluation", "gradient-spike", "gradient-shift", "loss-shift"}
 BUSY = {"host-busy"}  # may be true while other tests run
-BUSY_STEPS = 500  # longer than every window of the detectors
+BUSY_STEPS = 1000  # half a minute; lasting conditions are judged over 20 s
 
 
 @pytest.fixture(scope="module")
