@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.config import engine_keys, keys, search_path
 from toolkit.config.compose import compose
 from toolkit.config.roots import RUN
+from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, PlanError, Problem, Severity
 from toolkit.plan.make import make_plan
 from toolkit.plan.types import World
@@ -67,10 +68,16 @@ def _filled(word: str) -> str:
     return f"{name}={PLACEHOLDERS.get(value, value)}"
 
 
+@cache
+def composed(words: tuple[str, ...]) -> RunConfig:
+    """The configuration of a command. Callers do not change it."""
+    return compose(words)
+
+
 def typed_problems(words: Sequence[str], world: World | None) -> list[Problem]:
     """The problems of a command: of its arguments, else of its plan if there is a ``world``."""
     try:
-        config = compose(words)
+        config = composed(tuple(words))
         found = engine_keys.problems(config)
         return found if found or world is None else list(make_plan(config, world).warnings)
     except (ConfigError, PlanError) as error:

@@ -90,17 +90,20 @@ TORCH_FREE = (
 
 
 @cache
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports, also inside functions."""
-    found: set[str] = set()
+def scan(path: Path) -> tuple[set[str], list[str]]:
+    """Every module that a file imports, also inside functions, and its public classes."""
+    imports: set[str] = set()
+    classes: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             module = node.module or ""
-            found |= {f"{module}.{alias.name}" for alias in node.names} if module == "toolkit" else {module}
-    return found
+            imports |= {f"{module}.{alias.name}" for alias in node.names} if module == "toolkit" else {module}
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            classes.append(node.name)
+    return imports, classes
 
 
 def part_of(path: Path) -> str:
@@ -126,7 +129,7 @@ def allowed_imports(part: str) -> set[str]:
 
 def test_folders_import_in_one_direction() -> None:
     for path in FILES:
-        used = {name.split(".")[1] for name in imports(path) if name.startswith("toolkit.")} - {"__version__"}
+        used = {name.split(".")[1] for name in scan(path)[0] if name.startswith("toolkit.")} - {"__version__"}
         wrong = used - allowed_imports(part_of(path))
         assert not wrong, f"{path.relative_to(ROOT)} must not import {sorted(wrong)}"
 
@@ -134,7 +137,7 @@ def test_folders_import_in_one_direction() -> None:
 def test_heavy_packages_are_imported_only_in_their_folders() -> None:
     for path in FILES:
         file = str(path.relative_to(ROOT))
-        for name in {name.split(".")[0] for name in imports(path)} & ONLY_IN.keys():
+        for name in {name.split(".")[0] for name in scan(path)[0]} & ONLY_IN.keys():
             assert file.startswith(ONLY_IN[name]), f"{file} imports {name}"
 
 
@@ -143,9 +146,8 @@ def test_public_classes_have_unique_names() -> None:
     files: dict[str, list[str]] = defaultdict(list)
     for folder in ("toolkit", "launch", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    files[node.name].append(str(path.relative_to(ROOT)))
+            for name in scan(path)[1]:
+                files[name].append(str(path.relative_to(ROOT)))
     assert not {name: paths for name, paths in files.items() if len(paths) > 1}
 
 

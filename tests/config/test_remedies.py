@@ -13,9 +13,8 @@ import pytest
 from tests.config.test_mistakes import MISTAKES as TYPED
 from tests.plan.cases import run_config
 from tests.plan.test_rules import MISTAKES as RULES
-from tests.remedies import choices, follow, typed_problems, words_of
+from tests.remedies import choices, composed, follow, typed_problems, words_of
 from toolkit.config import engine_keys
-from toolkit.config.compose import compose
 from toolkit.config.overrides import parse_overrides
 from toolkit.config.schema import EngineName
 from toolkit.config.synonyms import ADVICE, SAME, WORDS, find_synonym, words_for
@@ -113,7 +112,7 @@ def is_not_accepted(problem: Problem, words: Sequence[str]) -> bool:
 def _refused_before_the_plan(words: Sequence[str]) -> list[Problem]:
     """The problems of the arguments themselves, whose remedies replace the word at fault."""
     try:
-        return engine_keys.problems(compose(words))
+        return engine_keys.problems(composed(tuple(words)))
     except ConfigError as error:
         return list(error.problems)
 

@@ -1,4 +1,4 @@
-"""The commands of docs/resharding.md compose, and its table of formats equals the code's.
+"""docs/resharding.md shows every action and format, and its table of formats equals the code's.
 
 pytest tests/config/test_reshard_guide.py
 """
@@ -9,44 +9,35 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from launch import reshard as command
 from toolkit.checkpoint.offline.reshard import WRITERS
 from toolkit.checkpoint.source import FORMATS
-from toolkit.config.compose import compose, compose_reshard
+from toolkit.config.compose import compose_reshard
 from toolkit.config.reshard import FORMAT_KEYS, ReshardAction, TargetFormat
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs/resharding.md").read_text(encoding="utf-8")
-TEXTS = (GUIDE, (ROOT / "README.md").read_text(encoding="utf-8"), command.__doc__ or "")
-LINES = [
-    line.strip()
-    for text in TEXTS
-    for line in text.splitlines()
-    if re.match(r"\s*python launch/reshard.py .*=", line)
-]
+
+
+def commands_in(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if re.match(r"\s*python launch/reshard.py .*=", line)]
 
 
 def test_there_are_examples_of_every_action() -> None:
-    assert len(LINES) > 12
-    typed = " ".join(LINES)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line for text in (GUIDE, readme, command.__doc__ or "") for line in commands_in(text)]
+    assert len(lines) > 12
+    typed = " ".join(lines)
     for action in set(ReshardAction) - {ReshardAction.convert}:
         assert f"action={action.name}" in typed
     for form in TargetFormat:
         assert f"target.format={form.name}" in typed or form is TargetFormat.native
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_commands_compose(line: str) -> None:
-    compose_reshard(shlex.split(line, comments=True)[2:])
-
-
-def test_commands_of_training_compose() -> None:
-    lines = re.findall(r"^python launch/train.py (.*)$", GUIDE, re.MULTILINE)
-    assert lines
-    for line in lines:
-        compose(shlex.split(line, comments=True))
+def test_commands_of_the_help_compose() -> None:
+    """tests/docs has those of the pages."""
+    for line in commands_in(command.__doc__ or ""):
+        compose_reshard(shlex.split(line, comments=True)[2:])
 
 
 def rows() -> dict[str, list[str]]:

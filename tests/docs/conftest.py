@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT
+from toolkit.config.data import DataConfig
+from toolkit.data.tokens.stdlib import ensure_stdlib
 
+SHORT_SAMPLES = "train.sequence_length=32"  # instead of 128, in the experiment quickstart
 LINKED = ("launch", "docs", "tests", "Makefile", "pyproject.toml", "constraints.txt", "README.md")
 
 
@@ -28,6 +31,14 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def prepared_stdlib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data of data=stdlib, which all pages and all workers of pytest share."""
+    folder = tmp_path_factory.getbasetemp().parent / "stdlib"
+    ensure_stdlib(folder, DataConfig().vocab_size)
+    return folder
+
+
+@pytest.fixture
 def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a user's shell, without what a launcher around the tests set, and with ``dmt``, even
     if the installation is older than that command.
@@ -43,6 +54,6 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if name not in ranks},
         "PATH": os.pathsep.join(paths),
         "PYTHONPATH": str(ROOT),
-        "ARGS": "train.steps=40",  # of `make train`, which takes minutes otherwise
+        "ARGS": f"train.steps=40 {SHORT_SAMPLES}",  # of `make train`, which takes minutes otherwise
         "OMP_NUM_THREADS": "1",
     }

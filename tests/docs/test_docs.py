@@ -1,12 +1,13 @@
 """Check README.md, CONTRIBUTING.md and docs/: commands, Python blocks, names and links.
 
-pytest tests/docs                 every block is checked, the cheap commands run
-pytest tests/docs -m full         every block of every page runs, in order, in one folder per page
+pytest tests/docs                 every block is checked; the longest command of each page plans, two run
+pytest tests/docs -m full         every command plans; every block runs, in order, in one folder per page
 """
 
 from __future__ import annotations
 
 import ast
+import email
 import importlib
 import json
 import re
@@ -14,7 +15,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,20 +24,15 @@ import yaml
 
 from launch import adopt
 from tests.cluster.sweep_points import LAPTOP, points
-from tests.docs.pages import (
-    ALL_BLOCKS,
-    COMMANDS,
-    PAGES,
-    ROOT,
-    Block,
-    Command,
-    blocks_of,
-    commands_of,
-    read_blocks,
-)
+from tests.docs.conftest import SHORT_SAMPLES
+from tests.docs.pages import ALL_BLOCKS, COMMANDS, PAGES, ROOT, Command, blocks_of, commands_of, read_blocks
 from toolkit.cluster.job import plan_job
 from toolkit.commands import in_this_form
 from toolkit.config.compose import compose, compose_plan_arguments, compose_prepare, compose_reshard
+from toolkit.config.overrides import parse_overrides
+from toolkit.config.plan_arguments import PlanArguments
+from toolkit.config.roots import PREPARE, RESHARD, RUN
+from toolkit.data.tokens import stdlib
 from toolkit.plan.schedule import scheduled_rate
 from toolkit.plan.transformer_engine import NEWEST
 from toolkit.plan.types import RunPlan
@@ -98,19 +94,20 @@ def test_the_readme_is_short() -> None:
 # -- shell
 
 
-@pytest.mark.parametrize(
-    "block", [block for block in ALL_BLOCKS if block.language == "sh"], ids=lambda block: block.id
-)
-def test_shell_blocks_parse(block: Block) -> None:
-    text = re.sub(r"<[a-z ]+>", "PLACEHOLDER", block.text)
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_shell_blocks_parse() -> None:
+    for block in ALL_BLOCKS:
+        if block.language == "sh":
+            text = re.sub(r"<[a-z ]+>", "PLACEHOLDER", block.text)
+            done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{block.id}: {done.stderr}"
 
 
 @pytest.fixture
 def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that the pages ask the reader to save."""
+    """A folder with the files that the pages ask the reader to save, where data=stdlib is a small package."""
     monkeypatch.chdir(tmp_path)
+    read = stdlib.read_source_texts
+    monkeypatch.setattr(stdlib, "read_source_texts", lambda root: read(Path(email.__file__).parent))
     for block in ALL_BLOCKS:
         if block.file:
             (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
@@ -118,21 +115,37 @@ def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-LAUNCHED = list({command.text: command for command in COMMANDS if command.launch()}.values())
-
-
-@pytest.mark.parametrize("command", LAUNCHED, ids=lambda command: command.id)
-def test_launch_commands_compose_and_plan_without_a_warning(command: Command, experiments: Path) -> None:
+def composed_words(command: Command) -> tuple[str, list[str]] | None:
+    """The script and the words that it composes; None if it composes nothing, or a file of the reader."""
     found = command.launch()
     assert found is not None
     name, words = found
     assert (ROOT / "launch" / f"{name}.py").is_file()
-    if {"--help", "-h"} & set(words) or any(word.startswith("--frozen") for word in words):
-        return
-    if OF_PROJECT in words:
-        return
-    words = [word for word in words if word not in ("--json", "--trace", "dry_run=true")]
+    if {"--help", "-h", OF_PROJECT} & set(words) or any(word.startswith("--frozen") for word in words):
+        return None
     words = words[: words.index(">")] if ">" in words else words
+    return name, [word for word in words if word not in ("--json", "--trace", "dry_run=true")]
+
+
+LAUNCHED: dict[str, list[Command]] = {}  # by page, each command once
+for command in {command.text: command for command in COMMANDS if command.launch()}.values():
+    if composed_words(command) is not None:
+        LAUNCHED.setdefault(command.block.page, []).append(command)
+
+
+def test_every_argument_is_known(experiments: Path) -> None:
+    """Keys, groups, options and types; whether values fit together shows only in a plan."""
+    roots = dict.fromkeys(SCRIPTS, RUN) | {"prepare": PREPARE, "reshard": RESHARD}
+    of_plan = {field.name for field in fields(PlanArguments)}
+    for command in (command for commands in LAUNCHED.values() for command in commands):
+        name, words = composed_words(command) or ("", [])
+        if name in roots and "-m" not in words:
+            parse_overrides([word for word in words if word.partition("=")[0] not in of_plan], roots[name])
+
+
+def check_plan(command: Command, experiments: Path) -> None:
+    """Compose and plan a command. A plan has no warning."""
+    name, words = composed_words(command) or ("", [])
     if name == "prepare":
         compose_prepare(words)
     elif name == "adopt":
@@ -147,10 +160,21 @@ def test_launch_commands_compose_and_plan_without_a_warning(command: Command, ex
     elif name in SCRIPTS:
         config = compose(compose_plan_arguments(words)[1] if name == "plan" else words)
         if config.model.pretrained is None and config.data.name != "dataset":
-            machine = replace(
-                LAPTOP, transformer_engine=NEWEST
-            )  # without it, Megatron-core's layers are slower
-            assert plan_job(config, machine).warnings == ()
+            # without it, Megatron-core's layers are slower
+            machine = replace(LAPTOP, transformer_engine=NEWEST)
+            assert plan_job(config, machine).warnings == (), command.id
+
+
+@pytest.mark.parametrize("page", LAUNCHED)
+def test_longest_command_of_a_page_plans_without_a_warning(page: str, experiments: Path) -> None:
+    check_plan(max(LAUNCHED[page], key=lambda command: len(command.text)), experiments)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", LAUNCHED)
+def test_every_command_of_a_page_plans_without_a_warning(page: str, experiments: Path) -> None:
+    for command in LAUNCHED[page]:
+        check_plan(command, experiments)
 
 
 def test_the_migration_page_shows_the_experiment_that_adopt_prints(
@@ -210,13 +234,9 @@ def test_the_engine_tutorial_keeps_one_run_and_one_schedule() -> None:
 
 
 CHEAP = [
-    command
-    for command in COMMANDS
-    if not why_not_run(command)
-    and (found := command.launch())
-    and (found[0] == "plan" or "--help" in found[1])
-    and command.block.page not in ("docs/configuration.md", "docs/migrate.md")  # their commands need files
-][:6]
+    next(command for command in COMMANDS if pattern in command.text)
+    for pattern in ("launch/plan.py +exp=", "launch/train.py --help")
+]
 
 
 @pytest.mark.parametrize("command", CHEAP, ids=lambda command: command.id)
@@ -280,10 +300,10 @@ def missing_imports(text: str) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.id)
-def test_python_compiles_and_imports_what_exists(block: Block) -> None:
-    compile(block.text, block.id, "exec")
-    assert missing_imports(block.text) == []
+def test_python_compiles_and_imports_what_exists() -> None:
+    for block in PYTHON:
+        compile(block.text, block.id, "exec")
+        assert missing_imports(block.text) == [], block.id
 
 
 def test_a_module_that_was_moved_is_found() -> None:
@@ -291,6 +311,17 @@ def test_a_module_that_was_moved_is_found() -> None:
     text = "from toolkit.checkpoint.store import CheckpointStore\nfrom toolkit.errors import NoSuchError\n"
     (block,) = read_blocks(f"```python\n{text}```\n", "control")
     assert missing_imports(block.text) == ["toolkit.checkpoint.store", "toolkit.errors.NoSuchError"]
+
+
+# Other packages are not analyzed, which would take a minute.
+MYPY = """\
+[mypy]
+ignore_missing_imports = true
+follow_imports = silent
+namespace_packages = false
+[mypy-torch.*,transformers.*,deepspeed.*,megatron.*,numpy.*,datasets.*,wandb.*,matplotlib.*]
+follow_imports = skip
+"""
 
 
 @pytest.mark.full
@@ -301,38 +332,35 @@ def test_python_type_checks(tmp_path: Path) -> None:
         file = tmp_path / f"{Path(block.page).stem}_{number}.py"
         file.write_text(block.text, encoding="utf-8")
         files.append(str(file))
+    settings = tmp_path / "mypy.ini"
+    settings.write_text(MYPY, encoding="utf-8")
     command = [
-        *(sys.executable, "-m", "mypy", "--ignore-missing-imports", "--follow-imports=silent"),
-        *("--config-file=", "--no-namespace-packages", "--cache-dir", str(tmp_path / "cache"), *files),
+        *(sys.executable, "-m", "mypy", "--config-file", str(settings)),
+        *("--cache-dir", str(tmp_path / "cache"), *files),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize(
-    "block", [block for block in ALL_BLOCKS if block.language in ("yaml", "json")], ids=lambda block: block.id
-)
-def test_yaml_and_json_parse(block: Block) -> None:
-    if block.language == "yaml":
-        assert yaml.safe_load(block.text)
-    else:
-        json.loads(block.text)
+def test_yaml_and_json_parse() -> None:
+    for block in ALL_BLOCKS:
+        if block.language == "yaml":
+            assert yaml.safe_load(block.text), block.id
+        elif block.language == "json":
+            json.loads(block.text)
 
 
 # -- names and links
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_paths_exist(page: Path) -> None:
+def test_paths_exist() -> None:
     """Files of the repository that a page names in code."""
-    text = page.read_text(encoding="utf-8")
-    named = set(
-        re.findall(r"(?<![\w/.-])(?:toolkit|launch|benchmarks|tests|conf|hydra_plugins)/[\w/.-]*\w", text)
-    )
     ignored = ("conf/GROUP", "conf/exp/mine", "conf/exp/first", "tests/models/test_mine")
+    named = re.compile(r"(?<![\w/.-])(?:toolkit|launch|benchmarks|tests|conf|hydra_plugins)/[\w/.-]*\w")
     missing = [
-        name
-        for name in sorted(named)
+        (page.name, name)
+        for page in PAGES
+        for name in sorted(set(named.findall(page.read_text(encoding="utf-8"))))
         if not (ROOT / name).exists()
         and not name.startswith(ignored)
         and "NAME" not in name
@@ -341,31 +369,31 @@ def test_paths_exist(page: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_modules_exist(page: Path) -> None:
+def test_modules_exist() -> None:
     """Dotted names of the toolkit in code: a module, or something in one."""
-    named = set(re.findall(r"`(toolkit(?:\.\w+)+)", page.read_text(encoding="utf-8")))
-    named |= set(re.findall(r"^::: (toolkit(?:\.\w+)+)", page.read_text(encoding="utf-8"), re.MULTILINE))
-    for name in sorted(named):
-        parts = name.split(".")
-        modules = (ROOT.joinpath(*parts[:end]) for end in (len(parts), len(parts) - 1, len(parts) - 2) if end)
-        assert any(path.is_dir() or path.with_suffix(".py").is_file() for path in modules), name
+    named = re.compile(r"(?:`|^::: )(toolkit(?:\.\w+)+)", re.MULTILINE)
+    for page in PAGES:
+        for name in sorted(set(named.findall(page.read_text(encoding="utf-8")))):
+            parts = name.split(".")
+            ends = (end for end in (len(parts), len(parts) - 1, len(parts) - 2) if end)
+            modules = [ROOT.joinpath(*parts[:end]) for end in ends]
+            assert any(path.is_dir() or path.with_suffix(".py").is_file() for path in modules), name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"[a-z]+:", target) or target.startswith("#"):
-            continue
-        path, _, anchor = target.partition("#")
-        found = (page.parent / path).resolve()
-        assert found.exists(), target
-        if anchor and found.suffix == ".md":
-            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {
-                re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
-            }
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"[a-z]+:", target) or target.startswith("#"):
+                continue
+            path, _, anchor = target.partition("#")
+            found = (page.parent / path).resolve()
+            assert found.exists(), (page.name, target)
+            if anchor and found.suffix == ".md":
+                headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+                assert anchor in {
+                    re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+                }, (page.name, target)
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -391,9 +419,14 @@ def test_the_import_picture_is_that_of_the_code() -> None:
 
 # -- every page, as a reader follows it
 
+QUICKSTART = r"launch/train\.py (-m )?\+exp=quickstart"
+
 
 def script(page: Path) -> str:
-    """A shell script that does what the page shows, without the commands in ``NOT_RUN``."""
+    """A shell script that does what the page shows, without the commands in ``NOT_RUN``, and with shorter
+    samples in the experiment quickstart, except on the page that compares its losses.
+    """
+    quickstart = QUICKSTART if page.stem != "switch_engines" else "(?!)"
     lines = ["set -eo pipefail", "trap 'echo \"failed: $BASH_COMMAND\" >&2' ERR"]
     for block in blocks_of(page):
         if block.file:
@@ -405,7 +438,8 @@ def script(page: Path) -> str:
         elif block.language == "sh":
             for command in commands_of(block):
                 if not why_not_run(command):
-                    lines += [f"echo {shlex.quote('+ ' + command.text)}", command.text]
+                    text = re.sub(quickstart, rf"\g<0> {SHORT_SAMPLES}", command.text)
+                    lines += [f"echo {shlex.quote('+ ' + text)}", text]
         elif block.language == "python":
             lines += [f"echo '+ Python of {block.id}'", "python - <<'END_OF_BLOCK'"]
             lines += [block.text.rstrip("\n"), "END_OF_BLOCK"]
@@ -420,7 +454,11 @@ def script(page: Path) -> str:
     [page for page in PAGES if script(page).count("\n") > 2],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_every_block_of_the_page_runs(page: Path, clone: Path, environ: dict[str, str]) -> None:
+def test_every_block_of_the_page_runs(
+    page: Path, clone: Path, environ: dict[str, str], prepared_stdlib: Path
+) -> None:
+    (clone / "data").mkdir()
+    (clone / "data" / "stdlib").symlink_to(prepared_stdlib)
     done = subprocess.run(
         ["bash"], input=script(page), cwd=clone, env=environ, capture_output=True, text=True, check=False
     )

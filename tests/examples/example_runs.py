@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.train.tiny_run import without_fixed_costs
 from toolkit.config.compose import compose
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import ExitCode
@@ -74,7 +75,8 @@ def train_on_rank(rank: int, ranks: int, name: str, overrides: tuple[str, ...]) 
         torch.distributed.barrier()
         attempt = max(directory.attempts())
     try:
-        return int(run(plan, rank=rank, local_rank=rank, stop=lambda: None, attempt=attempt))
+        with without_fixed_costs():
+            return int(run(plan, rank=rank, local_rank=rank, stop=lambda: None, attempt=attempt))
     finally:
         directory.release()
 

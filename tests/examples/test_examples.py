@@ -1,12 +1,11 @@
 """The examples have equal losses on one process and under ZeRO 2 and 3, and resume across these layouts.
 
 pytest tests/examples                      one example: local, then ZeRO 3 from its checkpoint
-pytest tests/examples -m full              all examples and layouts
+pytest tests/examples -m full              all examples: ZeRO 2, ZeRO 3 and one process, and their commands
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from tests.cluster.sweep_points import LAPTOP
 from tests.examples.example_runs import EXAMPLES, NAMES, ExampleRun, train_example
 from toolkit.cluster.job import plan_job
 from toolkit.config.compose import compose
+from toolkit.rows import read_rows
 from toolkit.testing.dist import RankPool, rank_pool
 from toolkit.train.user_task import check_user_task
 from toolkit.user_code import check_user_code
@@ -86,33 +86,13 @@ def test_an_example_resumes_from_zero3_on_one_process(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_every_example_matches_one_process(
-    name: str, stage: int, references: dict[str, ExampleRun], tmp_path: Path, pool: RankPool
-) -> None:
-    expected = reference(name, references, tmp_path, pool)
-    run = train_example(name, tmp_path / "run", *SHORT, f"zero=stage{stage}", ranks=2, pool=pool)
-    check_equal(run, expected)
-    small = train_example(
-        name, tmp_path / "small", *SHORT, f"zero=stage{stage}", "train.micro_batch=4", ranks=2, pool=pool
-    )
-    check_equal(small, expected)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
-def test_every_example_resumes_across_layouts(
+def test_every_example_matches_one_process_and_resumes_across_layouts(
     name: str, references: dict[str, ExampleRun], tmp_path: Path, pool: RankPool
 ) -> None:
-    check_equal(resume_across_layouts(name, tmp_path, pool), reference(name, references, tmp_path, pool))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
-def test_every_example_learns(name: str, tmp_path: Path, pool: RankPool) -> None:
-    run = train_example(name, tmp_path / "whole", "zero=stage2", ranks=2, pool=pool)
-    assert all(math.isfinite(loss) for loss in run.losses)
-    assert run.evals[-1]["loss"] < min(0.8 * run.losses[0], run.evals[0]["loss"])
+    expected = reference(name, references, tmp_path, pool)
+    small = (*SHORT, "zero=stage2", "train.micro_batch=4")
+    check_equal(train_example(name, tmp_path / "small", *small, ranks=2, pool=pool), expected)
+    check_equal(resume_across_layouts(name, tmp_path, pool), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,8 +144,11 @@ def test_commands_of_the_readme_run(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (metrics,) = (tmp_path / "examples" / name).glob("runs/*/metrics.jsonl")
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, len(steps) + 1))
+    steps = list(read_rows(metrics))
+    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
+    evaluations = list(read_rows(metrics.parent / "eval.jsonl"))
+    assert all(math.isfinite(row["loss"]) for row in steps)
+    assert evaluations[-1]["loss"] < min(0.8 * steps[0]["loss"], evaluations[0]["loss"]), "it learns"
 
 
 def test_losses_are_compared_step_by_step() -> None:

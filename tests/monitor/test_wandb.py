@@ -386,12 +386,9 @@ print("core is gone", gone, "priorities", priorities)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("SIGTERM", "ProcessEnded"),
-        pytest.param("SIGSTOP", "did not finish within 2 s", marks=pytest.mark.full),
-    ],
+    ("name", "message"), [("SIGTERM", "ProcessEnded"), ("SIGSTOP", "did not finish within 2 s")]
 )
 def test_dead_or_stopped_wandb_service_is_reported_once(tmp_path: Path, name: str, message: str) -> None:
     done = subprocess.run(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import gc
 import mmap
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -96,38 +96,36 @@ def test_kernel_without_statistics_has_no_delays(tmp_path: Path) -> None:
     tracker.close()
 
 
-CHILD = """
-import time
-from toolkit.observe.process_stats import DelayTracker
-tracker = DelayTracker()
-tracker.start()
-print("ready", flush=True)
-input()
-end = time.monotonic() + 0.3
-while time.monotonic() < end: pass
-print(tracker.read().stopped)
-tracker.close()
-"""
+def measure_stop(pipe: Connection) -> None:
+    """Send whether it runs, wait for an answer, and send the seconds of the stop."""
+    tracker = DelayTracker()
+    tracker.start()
+    pipe.send("ready")
+    pipe.recv()
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        pass
+    pipe.send(tracker.read().stopped)
+    tracker.close()
 
 
 def test_stopped_process_measures_the_stop() -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    fork = multiprocessing.get_context("fork")  # the imports would take longer than the test
+    ours, theirs = fork.Pipe()
+    child = fork.Process(target=measure_stop, args=(theirs,))
+    child.start()
     try:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
+        assert child.pid is not None
+        assert ours.recv() == "ready"
         time.sleep(0.4)
-        child.send_signal(signal.SIGSTOP)
+        os.kill(child.pid, signal.SIGSTOP)
         time.sleep(1.0)
-        child.send_signal(signal.SIGCONT)
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert 0.6 < float(child.stdout.readline()) < 2.0
+        os.kill(child.pid, signal.SIGCONT)
+        ours.send("go on")
+        assert 0.6 < ours.recv() < 2.0
     finally:
         child.kill()
-        child.wait()
+        child.join()
 
 
 # ---- garbage collection and memory

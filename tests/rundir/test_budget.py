@@ -5,7 +5,9 @@ pytest tests/rundir/test_budget.py
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,14 @@ NOW = datetime(2027, 1, 1, tzinfo=UTC)
 HOUR = 3600.0
 
 
+@cache
+def composed(*words: str) -> RunConfig:
+    return compose(["+exp=quickstart", *words])
+
+
 def config(folder: Path, *words: str) -> RunConfig:
-    return compose(["+exp=quickstart", f"run.dir={folder}", *words])
+    found = composed(*words)
+    return replace(found, run=replace(found.run, dir=str(folder)))
 
 
 def add_attempt(

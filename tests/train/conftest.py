@@ -35,8 +35,9 @@ def data(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory, data: Path) -> TinyRun:
-    """A run that was never stopped."""
-    return TinyRun(tmp_path_factory.mktemp("runs") / "whole", data)
+    """A run that was never stopped, with the plot and the export."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return TinyRun(folder, data, plot=True, checkpoint__export=True)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.data.dataset_files import Corpus, config_of, make_corpus
+from tests.train.tiny_run import without_fixed_costs
 from toolkit.checkpoint import open_reader
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.optim import OptimizerKernel
@@ -57,7 +58,7 @@ def on_a_rank(
         steps += 1
         return "SIGTERM" if stop_after is not None and steps >= stop_after else None
 
-    with pytest.MonkeyPatch.context() as patch:
+    with without_fixed_costs(), pytest.MonkeyPatch.context() as patch:
         if forget:
             patch.setattr(DatasetStream, "restore", lambda self, state: None)
         plan = make_plan(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.data.dataset_files import Corpus, config_of, make_corpus
+from tests.train.tiny_run import without_fixed_costs
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.registry import prepare_data
@@ -69,7 +70,8 @@ def train_on_rank(
         steps += 1
         return "SIGTERM" if stop_after is not None and steps >= stop_after else None
 
-    return int(run(plan_of(config), rank=rank, local_rank=rank, stop=stop, attempt=attempt, data=data))
+    with without_fixed_costs():
+        return int(run(plan_of(config), rank=rank, local_rank=rank, stop=stop, attempt=attempt, data=data))
 
 
 def run_training(

@@ -88,12 +88,13 @@ def test_fork_from_another_format(stopped: Path, data: Path, tmp_path: Path) -> 
     assert [row["step"] for row in fork.rows()] == [4, 5, 6]
 
 
-def test_resume_from_published_weights_is_refused_with_a_remedy(data: Path, tmp_path: Path) -> None:
-    exported = TinyRun(tmp_path / "first", data, checkpoint__export=True).directory.export
+def test_resume_from_published_weights_is_refused_with_a_remedy(
+    whole: TinyRun, data: Path, tmp_path: Path
+) -> None:
     with pytest.raises(
         CheckpointError, match=r"records no training step[\s\S]*model=pretrained model.pretrained="
     ):
-        TinyRun(tmp_path / "run", data, config=resuming(exported))
+        TinyRun(tmp_path / "run", data, config=resuming(whole.directory.export))
 
 
 def test_missing_resume_source_is_refused(stopped: Path, data: Path, tmp_path: Path) -> None:

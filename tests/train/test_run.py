@@ -167,15 +167,15 @@ def test_garbage_collector_is_unfrozen_before_the_engine_is_closed(
 
 
 def test_dropout_changes_the_losses(whole: TinyRun, data: Path, tmp_path: Path) -> None:
-    without = TinyRun(tmp_path / "run", data, model__dropout=0.0)
+    without = TinyRun(tmp_path / "run", data, stop_after=1, model__dropout=0.0)
     assert abs(without.rows()[0]["loss"] - whole.rows()[0]["loss"]) > 1e-4
 
 
-def test_elapsed_time_adds_up_over_attempts_that_repeat_steps(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_repeated_steps_have_one_row_and_their_time_adds_up(
+    whole: TinyRun, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run ends after step 5 with a checkpoint of step 4: the time of step 5 counts, although its row
-    moves.
+    """The run stops after step 5 without time to save it, with a checkpoint of step 4: the time of step 5
+    counts, although its row moves.
     """
     every = {"checkpoint__every": "2"}
     TinyRun(tmp_path / "run", data, stop_after=5, seconds_left=lambda: 0.0, **every)
@@ -185,6 +185,12 @@ def test_elapsed_time_adds_up_over_attempts_that_repeat_steps(
     rows[-1]["elapsed_seconds"] += 1000.0
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     resumed = TinyRun(tmp_path / "run", data, **every)
+    assert resumed.rows() == whole.rows()
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "attempts" / "001" / "metrics.jsonl")] == [5]
+    assert sorted(path.name for path in resumed.directory.checkpoints.glob("step-*")) == [
+        "step-00000004",
+        "step-00000006",
+    ]
     elapsed = [row["elapsed_seconds"] for row in read_jsonl(resumed.directory.metrics_file)]
     assert [later > 1000.0 for later in elapsed] == [False] * 4 + [True] * 2
     assert elapsed == sorted(elapsed)
@@ -197,19 +203,6 @@ def test_next_start_makes_an_evaluation_that_a_stop_prevented(
     first = TinyRun(tmp_path / "run", data, stop_after=4)
     assert [step for step, _, _ in first.evals()] == [2]
     assert TinyRun(tmp_path / "run", data).evals() == whole.evals()
-
-
-def test_repeated_steps_have_one_row(whole: TinyRun, data: Path, tmp_path: Path) -> None:
-    """The run stops after step 5 without time to save it, with a checkpoint of step 4."""
-    every = {"checkpoint__every": "2"}
-    TinyRun(tmp_path / "run", data, stop_after=5, seconds_left=lambda: 0.0, **every)
-    resumed = TinyRun(tmp_path / "run", data, **every)
-    assert resumed.rows() == whole.rows()
-    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "attempts" / "001" / "metrics.jsonl")] == [5]
-    assert sorted(path.name for path in resumed.directory.checkpoints.glob("step-*")) == [
-        "step-00000004",
-        "step-00000006",
-    ]
 
 
 def test_run_keeps_its_data_generation_when_the_folder_gets_a_new_one(
@@ -318,7 +311,7 @@ def test_the_export_opens_in_transformers_and_continues_a_prompt(
     def wanted(config: RunConfig) -> None:
         config.checkpoint.export, config.monitor.prompt = True, "def main(args):"
 
-    start = TinyRun(tmp_path / "run", data, config=wanted)
+    start = TinyRun(tmp_path / "run", data, config=wanted, plot=True)
     model = AutoModelForCausalLM.from_pretrained(start.directory.export)
     weights = {f"weight:{name}": parameter.detach() for name, parameter in model.named_parameters()}
     state = start.state()
@@ -396,13 +389,11 @@ def test_resume_with_other_data_is_refused(stopped: Path, data: Path, tmp_path: 
 
 
 def test_run_starts_from_published_weights(whole: TinyRun, data: Path, tmp_path: Path) -> None:
-    exported = TinyRun(tmp_path / "first", data, checkpoint__export=True)
-
     def pretrained(config: RunConfig) -> None:
-        config.model.pretrained = str(exported.directory.export)
+        config.model.pretrained = str(whole.directory.export)
 
-    tuned = TinyRun(tmp_path / "tuned", data, config=pretrained)
-    assert tuned.rows()[0]["loss"] < exported.rows()[0]["loss"] - 0.05
+    tuned = TinyRun(tmp_path / "tuned", data, stop_after=1, config=pretrained)
+    assert tuned.rows()[0]["loss"] < whole.rows()[0]["loss"] - 0.05
 
 
 # ---- waiting for data

@@ -6,6 +6,8 @@ pytest tests/train/test_run_mixture.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,30 +102,48 @@ def test_overrides_define_a_mixture(folders: dict[str, str]) -> None:
     assert prepare_data(config, None, Progress.silent()) == folders["code"]
 
 
-CONFIGURATION_MISTAKES = {
-    "+data.sources.web.weight=-1": "a weight is a number of at least 0",
-    "+data.sources.web.weight=none": "a weight is a number of at least 0",
-    "+data.sources.web.weights=1": "a source has a path and optionally a weight",
-    "+data.sources.web.weight=1e-9": "at least one sample in a million",
-    "+data.sources.x=7": "a source has a path",
-    "+data.sources.web.path=s3://me:secret@bucket/web": r"web\.path=s3://\*\*\*@bucket/web",
-    "data.phases=[{from_step: 5, weights: {code: 1}}]": "missing: web",
-    "data.phases=[{from_step: 5, weights: {code: 1, web: 1, x: 1}}]": "unknown: x",
-    "data.phases=[{from_step: 5, weights: {code: 0, web: 0}}]": "all weights are 0",
-    "data.phases=[{from_step: -5, weights: {code: 1, web: 1}}]": "a whole number of at least 0",
-    "data.phases=[{from: 5}]": "a whole number of at least 0",
-    "data.phases=[{from_step: 5, weights: {code: 1, web: 1}}, {from_step: 5, weights: {code: 1, web: 1}}]": (
-        "in the order of their steps"
-    ),
-    "data.phases=[{from_step: 100, weights: {code: 1, web: 1}}]": "train.steps=101",
-    "data.name=stdlib": "sources and phases belong to a mixture",
-}
+CONFIGURATION_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"web": {"weight": -1}}, "a weight is a number of at least 0"),
+    ({"web": {"weight": "none"}}, "a weight is a number of at least 0"),
+    ({"web": {"weights": 1}}, "a source has a path and optionally a weight"),
+    ({"web": {"weight": 1e-9}}, "at least one sample in a million"),
+    ({"x": 7}, "a source has a path"),
+    ({"web": {"path": "s3://me:secret@bucket/web"}}, r"web\.path=s3://\*\*\*@bucket/web"),
+    ({"phases": [(5, {"code": 1})]}, "missing: web"),
+    ({"phases": [(5, {"code": 1, "web": 1, "x": 1})]}, "unknown: x"),
+    ({"phases": [(5, {"code": 0, "web": 0})]}, "all weights are 0"),
+    ({"phases": [(-5, {"code": 1, "web": 1})]}, "a whole number of at least 0"),
+    ({"phases": [{"from": 5}]}, "a whole number of at least 0"),
+    ({"phases": [(5, {"code": 1, "web": 1})] * 2}, "in the order of their steps"),
+    ({"phases": [(100, {"code": 1, "web": 1})]}, r"train\.steps=101"),
+    ({"name": "stdlib"}, "sources and phases belong to a mixture"),
+]
 
 
-@pytest.mark.parametrize("override", CONFIGURATION_MISTAKES)
-def test_configuration_mistakes_are_refused(override: str, folders: dict[str, str]) -> None:
-    with pytest.raises(UserError, match=CONFIGURATION_MISTAKES[override]):
-        make_plan(compose_mixture(folders, override), World(ranks=1, ranks_per_node=1, device=Device.CPU))
+def changed_mixture(config: RunConfig, change: dict[str, Any]) -> RunConfig:
+    """``config`` with changes of its sources, or of other keys of ``data``."""
+    data = {key: value for key, value in change.items() if key in ("name", "phases")}
+    if "phases" in data:
+        data["phases"] = [
+            dict(zip(("from_step", "weights"), each, strict=True)) if isinstance(each, tuple) else each
+            for each in data["phases"]
+        ]
+    sources = dict(config.data.sources)
+    for name in change.keys() - data.keys():
+        own = change[name]
+        sources[name] = {**sources.get(name, {}), **own} if isinstance(own, dict) else own
+    return replace(config, data=replace(config.data, sources=sources, **data))
+
+
+@pytest.fixture(scope="module")
+def composed(folders: dict[str, str]) -> RunConfig:
+    return compose_mixture(folders)
+
+
+@pytest.mark.parametrize(("change", "text"), CONFIGURATION_MISTAKES, ids=lambda value: str(value)[:60])
+def test_configuration_mistakes_are_refused(change: dict[str, Any], text: str, composed: RunConfig) -> None:
+    with pytest.raises(UserError, match=text):
+        make_plan(changed_mixture(composed, change), World(ranks=1, ranks_per_node=1, device=Device.CPU))
 
 
 def test_mixture_without_sources_is_refused() -> None:
@@ -131,18 +151,20 @@ def test_mixture_without_sources_is_refused() -> None:
         make_plan(compose(["data=mixture"]), World(ranks=1, ranks_per_node=1, device=Device.CPU))
 
 
-DATA_MISTAKES = {
-    "+data.sources.other.path={other}": "all sources have the same tokenizer",
-    "+data.sources.web.path=/nowhere": "data.sources.web.path",
-    "train.sequence_length=100000": "train.sequence_length",
-    "eval.sets=[validation]": r"eval.sets=\[code/validation,web/validation\]",
-    "eval.sets=[web/test]": "no split test",
-    "model.vocab_size=263": "every token must have a row",
-}
-
-
-@pytest.mark.parametrize("override", DATA_MISTAKES)
-def test_sources_that_do_not_fit_are_refused(override: str, folders: dict[str, str]) -> None:
-    config = compose_mixture(folders, override.format(**folders))
-    with pytest.raises(InputError, match=DATA_MISTAKES[override]):
-        prepare_data(config, None, Progress.silent())
+def test_sources_that_do_not_fit_are_refused(folders: dict[str, str], composed: RunConfig) -> None:
+    for change, text in (
+        ({"other": {"path": folders["other"]}}, "all sources have the same tokenizer"),
+        ({"web": {"path": "/nowhere"}}, r"data\.sources\.web\.path"),
+    ):
+        with pytest.raises(InputError, match=text):
+            prepare_data(changed_mixture(composed, change), None, Progress.silent())
+    for section, key, value, text in (
+        ("train", "sequence_length", 100_000, r"train\.sequence_length"),
+        ("eval", "sets", ["validation"], r"eval.sets=\[code/validation,web/validation\]"),
+        ("eval", "sets", ["web/test"], "no split test"),
+        ("model", "vocab_size", 263, "every token must have a row"),
+    ):
+        config = deepcopy(composed)
+        setattr(getattr(config, section), key, value)
+        with pytest.raises(InputError, match=text):
+            prepare_data(config, None, Progress.silent())

@@ -1,7 +1,9 @@
 """Runs on two simulated nodes with fake GPUs: faults are named within 20 steps, and a driver that hangs
 delays no step and changes no loss.
 
-    pytest tests/train/test_run_system.py
+    pytest tests/train/test_run_system.py -m full
+
+Quickly, tests/monitor has the sampler with a driver that hangs, and the detectors.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
-from toolkit.testing.dist import run_ranks
+from toolkit.testing.dist import RankPool, rank_pool
 from toolkit.testing.tiny import tiny_config
 
 WORLD = World(ranks=2, ranks_per_node=1, device=Device.CPU, has_compiler=True)
@@ -89,11 +91,12 @@ def train_on_node(rank: int, ranks: int, folder: str, data: str, system_seconds:
     )
 
 
-def trained(folder: Path, data: Path, *, system_seconds: float, faults: bool) -> RunDirectory:
+def trained(folder: Path, data: Path, pool: RankPool, *, system_seconds: float, faults: bool) -> RunDirectory:
     config = config_of(str(folder), str(data), system_seconds)
     directory = RunDirectory(folder)
     directory.begin(config, to_json(make_plan(config, WORLD)))
-    assert run_ranks(train_on_node, 2, str(folder), str(data), system_seconds, faults) == [ExitCode.DONE] * 2
+    codes = pool.run(train_on_node, str(folder), str(data), system_seconds, faults)
+    assert codes == [ExitCode.DONE] * 2
     directory.release()
     return directory
 
@@ -109,9 +112,11 @@ def alerts(directory: RunDirectory, node: int) -> list[dict[str, Any]]:
     return list(read_rows(directory.node_alerts_file(node)))
 
 
+@pytest.mark.full
 def test_gpu_faults_are_named_and_delay_no_step(data: Path, tmp_path: Path) -> None:
-    bare = trained(tmp_path / "bare", data, system_seconds=0, faults=False)
-    faulty = trained(tmp_path / "faulty", data, system_seconds=0.02, faults=True)
+    with rank_pool(2) as pool:
+        bare = trained(tmp_path / "bare", data, pool, system_seconds=0, faults=False)
+        faulty = trained(tmp_path / "faulty", data, pool, system_seconds=0.02, faults=True)
     steps = list(read_rows(faulty.metrics_file))
     assert [(row["loss"], row["grad_norm"]) for row in read_rows(bare.metrics_file)] == [
         (row["loss"], row["grad_norm"]) for row in steps

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> UserRun:
     return UserRun(tmp_path_factory.mktemp("runs") / "whole", with_hook(), steps=7)
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the same run, stopped after three steps. Tests copy it."""
+    folder = tmp_path_factory.mktemp("runs") / "stopped"
+    run = UserRun(folder, with_hook(), steps=7, stop_after=3)
+    assert (run.code, hook_state(run)["steps"]) == (ExitCode.STOPPED, 3)
+    return folder
+
+
 # ---- events and state
 
 
@@ -60,11 +70,9 @@ def test_events_come_in_order_and_metrics_are_recorded(whole: UserRun) -> None:
 
 
 def test_stopped_run_resumes_with_the_state_of_its_hook_and_equal_losses(
-    whole: UserRun, tmp_path: Path
+    whole: UserRun, stopped: Path, tmp_path: Path
 ) -> None:
-    stopped = UserRun(tmp_path, with_hook(), steps=7, stop_after=3)
-    assert (stopped.code, hook_state(stopped)["steps"]) == (ExitCode.STOPPED, 3)
-    resumed = UserRun(tmp_path, with_hook(), steps=7)
+    resumed = UserRun(Path(shutil.copytree(stopped, tmp_path / "run")), with_hook(), steps=7)
     assert hook_state(resumed)["steps"] == 7
     assert "start 3" in hook_state(resumed)["events"]
     assert resumed.losses() == whole.losses()
@@ -73,15 +81,14 @@ def test_stopped_run_resumes_with_the_state_of_its_hook_and_equal_losses(
 
 
 def test_hook_without_its_state_counts_from_zero(
-    whole: UserRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stopped: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The control: a hook that the checkpoint does not know. The state of the other one is logged."""
-    UserRun(tmp_path, with_hook(), steps=7, stop_after=3)
 
     def renamed(config: RunConfig) -> None:
         config.hooks = {"other": {"target": f"{CODE}.Recorder", "ranks": "first"}}
 
-    resumed = UserRun(tmp_path, renamed, steps=7)
+    resumed = UserRun(Path(shutil.copytree(stopped, tmp_path / "run")), renamed, steps=7)
     state: Any = open_reader(resumed.directory.path).scalars["hooks"]
     assert state["other"]["steps"] == 4
     assert "the checkpoint has the state of mine, which this run does not have" in caplog.text

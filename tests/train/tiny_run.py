@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from toolkit.checkpoint import open_reader
@@ -18,10 +22,23 @@ from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.tiny import tiny_config
+from toolkit.train import build, process_setup
 from toolkit.train.run import run
 
 WORLD = World(ranks=1, ranks_per_node=1, device=Device.CPU)
 STEPS = 6
+
+
+@contextmanager
+def without_fixed_costs() -> Iterator[None]:
+    """Skip the loss plot, and the collection of what all tests of this process have created.
+
+    They take longer than the steps of a tiny run. ``TinyRun(plot=True)`` and test_process_setup.py test them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "plot_loss", lambda *arguments: None)
+        patch.setattr(process_setup, "gc", SimpleNamespace(**vars(gc) | {"collect": lambda: 0}))
+        yield
 
 
 class TinyRun:
@@ -29,6 +46,7 @@ class TinyRun:
 
     Args:
         stop_after: ask it to stop after so many of its own steps.
+        plot: run with everything that :func:`without_fixed_costs` skips.
     """
 
     def __init__(
@@ -39,6 +57,7 @@ class TinyRun:
         config: Callable[[RunConfig], None] = lambda config: None,
         generation: Path | None = None,
         seconds_left: Callable[[], float | None] = lambda: None,
+        plot: bool = False,
         **changes: Any,
     ) -> None:
         settings = tiny_config(
@@ -60,15 +79,16 @@ class TinyRun:
             return "SIGTERM" if stop_after is not None and steps >= stop_after else None
 
         try:
-            self.code = run(
-                plan,
-                rank=0,
-                local_rank=0,
-                stop=stop,
-                attempt=self.attempt,
-                data=generation and str(generation),
-                seconds_left=seconds_left,
-            )
+            with nullcontext() if plot else without_fixed_costs():
+                self.code = run(
+                    plan,
+                    rank=0,
+                    local_rank=0,
+                    stop=stop,
+                    attempt=self.attempt,
+                    data=generation and str(generation),
+                    seconds_left=seconds_left,
+                )
         finally:
             self.directory.release()
         status = self.directory.status()

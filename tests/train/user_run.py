@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.train.tiny_run import without_fixed_costs
 from toolkit.config.data import DataConfig
 from toolkit.config.model import ModelConfig
 from toolkit.config.monitor import MonitorConfig, WandbMode
@@ -64,7 +65,8 @@ class UserRun:
             return "SIGTERM" if stop_after is not None and steps >= stop_after else None
 
         try:
-            self.code = run(plan, rank=0, local_rank=0, stop=stop, attempt=attempt, data="unused")
+            with without_fixed_costs():
+                self.code = run(plan, rank=0, local_rank=0, stop=stop, attempt=attempt, data="unused")
             if self.code is ExitCode.DONE:  # what the exit handler does
                 self.directory.finish(RunState.DONE, 0, None, attempt=attempt)
         finally:
