@@ -61,7 +61,7 @@ gpu:  ## parity and throughput of both engines on one GPU (10 minutes); needs no
 image: setup  ## build the CPU image without a Docker daemon and train in it (root, buildah, debootstrap)
 	$(BIN)/python -m pytest tests/cluster/test_image.py -m image -rs -s $(ARGS)
 
-verify: setup  ## compare both engines with plain torch on every axis, on GPUs or CPU; ARGS='--cells all'
+verify: setup  ## compare both engines with plain torch on every axis; the whole matrix: ARGS='--cells all'
 	$(BIN)/python launch/verify.py $(ARGS)
 
 story: setup  ## end-to-end story on CPU: S3 data, sweep, two nodes, a killed rank, another engine, export

@@ -16,6 +16,7 @@ from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
+from toolkit.testing import parity
 from toolkit.testing.parity import RunTrace, run_trace, train_steps
 from toolkit.testing.tiny import MICRO_BATCH, tiny_config
 from toolkit.train.task import text_task
@@ -105,17 +106,37 @@ EXPERT: dict[str, Any] = {"parallel__expert": 2}
 DROPOUT: dict[str, Any] = {"model__dropout": 0.1}
 
 
-def quick(cases: Iterable[Any], *indices: int) -> list[Any]:
-    """Mark all cases but those at ``indices`` as ``full``, so that ``make test`` runs one of each claim."""
+def quick(cases: Iterable[Any], *indices: int, unpack: bool = False) -> list[Any]:
+    """Mark all cases but those at ``indices`` as ``full``, so that ``make test`` runs one of each claim.
+
+    Args:
+        unpack: a case is a tuple of the values of several parameters.
+    """
     return [
-        case if number in indices or hasattr(case, "marks") else pytest.param(case, marks=pytest.mark.full)
+        case
+        if number in indices or hasattr(case, "marks")
+        else pytest.param(*(case if unpack else (case,)), marks=pytest.mark.full)
         for number, case in enumerate(cases)
     ]
 
 
-def trace(rank: int, ranks: int, cell: Cell, **settings: Any) -> RunTrace:
+# With this learning rate, unless the cell has its own, the loss of a model with two layers falls by
+# REQUIRED_FALL in this many steps of eight samples.
+LR, STEPS = 2e-3, 11
+
+
+def trace(rank: int, ranks: int, cell: Cell, *, steps: int | None = None, **settings: Any) -> RunTrace:
+    """Train the cell for ``steps`` steps; None: until its loss has fallen enough."""
     assert ranks == cell.ranks
-    return run_trace(cell.plan(), rank=rank, **settings)
+    plan = replace(cell, more=(("optim__lr", LR), *cell.more)).plan()
+    return run_trace(plan, rank=rank, steps=steps or steps_to_learn(plan), **settings)
+
+
+def steps_to_learn(plan: RunPlan) -> int:
+    """STEPS, or more for deeper or other models and for smaller batches; SGD needs no fall."""
+    model = plan.config.model
+    slow = model.target is not None or (model.num_hidden_layers or 0) > 2 or plan.batch.at(0).size < 8
+    return parity.STEPS if slow and plan.config.optim.name != "sgd" else STEPS
 
 
 def make(cell: Cell, rank: int, reader: StateReader | None = None) -> Engine:

@@ -16,7 +16,7 @@ from toolkit.testing.matrix import Cell, OptimizerCase
 from toolkit.testing.parity import train_steps
 from toolkit.train.task import text_task
 
-EACH = 6
+EACH = 4
 
 
 TOLERANCE = 1e-5
@@ -32,7 +32,7 @@ def stretch(
     forget: bool,
     device: Device = Device.CPU,
 ) -> list[StepResult]:
-    """Train six steps from ``first`` on, from the state at ``source`` if any, and save to ``target``."""
+    """Train EACH steps from ``first`` on, from the state at ``source`` if any, and save to ``target``."""
     plan = cell.plan(OptimizerCase.ADAM, device)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     reader: StateReader = cell.open_initial_weights(plan) if source is None else open_reader(source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from toolkit.testing.parity import Distance, RunTrace, gather_tensors
 TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
 
 
-STOP, MORE = 4, 6
+STOP, MORE = 3, 3
 
 
 State = dict[TensorKey, torch.Tensor]
@@ -43,7 +43,7 @@ def save_and_go_on(rank: int, ranks: int, case: Cell, folder: Path) -> tuple[Run
 
 
 def go_on(engine: Engine, case: Cell, rank: int) -> tuple[RunTrace, State]:
-    """Train six more steps; return the trace and all state after them (on rank 0)."""
+    """Train MORE steps; return the trace and all state after them (on rank 0)."""
     results = steps(engine, case, rank, STOP, STOP + MORE)
     state = gather_tensors(engine.shards(), rank, case.ranks)
     weights = {key.name: value.float() for key, value in state.items() if key.state == WEIGHT}
@@ -75,6 +75,16 @@ class Saved:
         folder = self._folder / str(case)
         went_on, state = self._pool.run(save_and_go_on, case, folder, ranks=case.ranks)[0]
         return folder, went_on, state
+
+
+def neighbours(layouts: Sequence[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """Each layout with the first, which is ``local``, and the two before it.
+
+    A checkpoint has no layout, so a reader does not depend on the writer's; each layout is written and read
+    often.
+    """
+    for at, target in enumerate(layouts):
+        yield target, [layouts[0], *(layouts[at - back] for back in (1, 2) if (at - back) % len(layouts))]
 
 
 def check_pairs(target: Cell, sources: Sequence[Cell], saved: Saved, pool: RankPool) -> None:

@@ -87,8 +87,7 @@ def assert_equal(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=[] if name in ("gpt2", "mixtral") else pytest.mark.full) for name in FAMILIES],
+    "family", [pytest.param(name, marks=[] if name == "mixtral" else pytest.mark.full) for name in FAMILIES]
 )
 def test_compiled_layers_of_every_family_equal_eager_ones(family: str) -> None:
     """One graph for training and one for evaluation, although batches and learning rates change."""
@@ -102,8 +101,8 @@ def test_compiled_layers_of_every_family_equal_eager_ones(family: str) -> None:
 @pytest.mark.parametrize(
     "kernel",
     [
-        AttentionKernel.flex,
-        pytest.param(AttentionKernel.sdpa, marks=pytest.mark.full),
+        AttentionKernel.sdpa,
+        pytest.param(AttentionKernel.flex, marks=pytest.mark.full),
         pytest.param(AttentionKernel.eager, marks=pytest.mark.full),
     ],
 )
@@ -123,15 +122,6 @@ def test_flash_attention_is_part_of_the_graph() -> None:
     compiled, graphs, breaks = train_and_count(tiny_plan(**LAYERS, **flash))
     assert (graphs, breaks) == (2, 0)
     assert_equal(compiled, train(tiny_plan(**flash)))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputation_is_part_of_the_graph(mode: str) -> None:
-    recompute = {"train__activation_checkpointing": mode}
-    compiled, _, breaks = train_and_count(tiny_plan(**LAYERS, **recompute))
-    assert breaks == 0
-    assert_equal(compiled, train(tiny_plan(**recompute)))
 
 
 def test_planted_graph_break_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +169,7 @@ def test_activation_checkpointing_is_part_of_the_graph(mode: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES)]
+    "family", [pytest.param(name, marks=() if name == "gpt2" else pytest.mark.full) for name in FAMILIES]
 )
 def test_compiled_model_equals_the_eager_one(family: str) -> None:
     compiled, graphs, breaks = train_and_count(tiny_plan(family, **FULL))
@@ -188,7 +178,7 @@ def test_compiled_model_equals_the_eager_one(family: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_inductor_on_a_cpu_agrees_with_eager(family: str) -> None:
     """Inductor fuses and reorders sums, so that results agree within rounding."""
     compiled, graphs, breaks = train_and_count(tiny_plan(family, compile__mode=CompileMode.layers))

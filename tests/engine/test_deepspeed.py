@@ -175,10 +175,7 @@ RAMPED = [*((stage, {}) for stage in range(4)), *((stage, OFFLOAD) for stage in 
 
 @pytest.mark.parametrize(
     ("stage", "more"),
-    [
-        pytest.param(*case, marks=() if case in (RAMPED[1], RAMPED[6]) else pytest.mark.full)
-        for case in RAMPED
-    ],
+    [pytest.param(*case, marks=() if case == RAMPED[6] else pytest.mark.full) for case in RAMPED],
 )
 def test_batch_ramp_matches_local(stage: int, more: dict[str, Any], pool: RankPool) -> None:
     """Accumulation 1, 2, 3. DeepSpeed's own count would step in the middle of the first larger batch."""
@@ -205,7 +202,7 @@ def evaluating(
 
 
 @pytest.mark.parametrize(
-    "case", quick([cell(stage, family="gpt2", **DROPOUT) for stage in range(4)], 2, 3), ids=str
+    "case", quick([cell(stage, family="gpt2", **DROPOUT) for stage in range(4)], 3), ids=str
 )
 def test_evaluation_does_not_change_training(case: Cell, pool: RankPool) -> None:
     """Bitwise, with dropout, before the first step (ZeRO 3's trace) and between steps."""
@@ -287,10 +284,10 @@ def test_fp16_scale_growth_does_not_change_the_step(stage: int, pool: RankPool) 
 
 # -- Optimizers
 
-MUON: dict[str, Any] = {"optim__name": "muon", "optim__momentum": 0.95, "optim__lr": 1e-3, "optim__clip": 0.0}
+MUON: dict[str, Any] = {"optim__name": "muon", "optim__momentum": 0.95, "optim__clip": 0.0}
 
 
-@pytest.mark.parametrize("stage", quick([0, 1, 2, 3], 0, 3))
+@pytest.mark.parametrize("stage", quick([0, 1, 2, 3], 3))
 def test_muon_matches_local(stage: int, pool: RankPool) -> None:
     """The gradient norm is that of the orthogonalized update under every stage, as in the local engine."""
     case = cell(stage, **MUON)

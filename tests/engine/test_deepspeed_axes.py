@@ -1,15 +1,14 @@
 """DeepSpeed's tensor, context and expert axes compared with ``local``: training, state, resume and controls.
 
     pytest tests/engine/test_deepspeed_axes.py             a cell of each axis, controls, resumes
-    pytest tests/engine/test_deepspeed_axes.py -m full     axis x ZeRO stage x ranks x optimizer, offload
+    pytest tests/engine/test_deepspeed_axes.py -m full     axis x ZeRO stage, families, offload, resumes
 
-As in test_parity.py: 20 steps, fp32, the same samples with different numbers of unmasked tokens, AdamW with
+As in test_parity.py: fp32, the same samples with different numbers of unmasked tokens, AdamW with
 clipping and SGD without.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -46,7 +45,7 @@ from tests.engine.checks import (
     ramped,
     reference,
 )
-from tests.engine.resuming import Saved, check_pairs, check_same
+from tests.engine.resuming import Saved, check_pairs, check_same, neighbours
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.engine.protocol import EvalResult, StepResult
@@ -58,63 +57,48 @@ FOUR_CONTEXT: dict[str, Any] = {"parallel__context": 4}  # two key-value heads: 
 FOUR_EXPERT: dict[str, Any] = {"parallel__expert": 4}
 
 QUICK = [
-    cell(1, 4, **TENSOR),
     cell(3, 4, 1, **TENSOR, **SGD),
     cell(2, 2, **CONTEXT, **SGD),
-    cell(2, 4, 1, "mixtral", **EXPERT, **SGD),
+    cell(2, 2, 2, "mixtral", **EXPERT, **SGD),
 ]
 
 
-def everything() -> Iterator[Cell]:
-    """Llama on two ranks in every combination.
-
-    On four ranks, in other families and with offload the optimizers alternate.
-
-    Cells of four ranks take twice as long on two cores, and test_matrix.py runs others with both optimizers.
-    """
+def further() -> Iterator[Cell]:
+    """Every axis with every stage; in turn the optimizers, two ranks and four, and the families."""
     turns: tuple[dict[str, Any], ...] = ({}, SGD)
-    for stage, optimizer in itertools.product(range(4), turns):
-        for axis in (TENSOR, CONTEXT):
-            yield cell(stage, 2, 2, **axis, **optimizer)
     for stage in range(4):
         now, other = turns[stage % 2], turns[1 - stage % 2]
-        for axis, families in ((TENSOR, ("qwen2", "qwen3")), (CONTEXT, ("gpt2", "qwen2", "mixtral"))):
-            yield cell(stage, 4, 2, **axis, **now)
-            yield cell(
-                stage, 4, 1, **axis, **other
-            )  # other families' references learn too little with fewer samples per step
-            yield from (
-                cell(stage, 2, 2, family, **axis, **turns[(stage + number) % 2])
-                for number, family in enumerate(families)
-            )
-        yield cell(stage, 4, 2, **FOUR_TENSOR, **other)
-        yield cell(stage, 4, 2, **FOUR_CONTEXT, **now)
+        for axis, four, families in (
+            (TENSOR, FOUR_TENSOR, ("qwen2", "qwen3")),
+            (CONTEXT, FOUR_CONTEXT, ("gpt2", "qwen2", "mixtral")),
+        ):
+            yield cell(stage, 2, 2, **axis, **now)
+            yield cell(stage, 4, 1 + stage % 2, **axis, **other)
+            yield cell(stage, 2, 2, families[stage % len(families)], **axis, **other)
+            if stage in (1, 3):
+                yield cell(stage, 4, 2, **four, **other)
     for stage in (1, 2):
         now, other = turns[stage % 2], turns[1 - stage % 2]
-        yield from (cell(stage, 2, 2, "mixtral", **EXPERT, **optimizer) for optimizer in turns)
-        yield cell(stage, 4, 2, "mixtral", **EXPERT, **now)
+        yield cell(stage, 2, 2, "mixtral", **EXPERT, **now)
         yield cell(stage, 4, 1, "mixtral", **EXPERT, **other)
         yield cell(stage, 4, 2, "mixtral", **FOUR_EXPERT, **now)
     for family, axis, stages in (
-        ("llama", TENSOR, (1, 2, 3)),
-        ("llama", CONTEXT, (1, 2, 3)),
+        ("llama", TENSOR, (1, 3)),
+        ("llama", CONTEXT, (2, 3)),
         ("mixtral", EXPERT, (1, 2)),
     ):
         for stage in stages:
-            yield cell(stage, 4, 2, family, **axis, **OFFLOAD, **turns[stage % 2])
+            yield cell(stage, 2, 2, family, **axis, **OFFLOAD, **turns[stage % 2])
         yield cell(stages[-1], 2, 2, family, **axis, **CHECKPOINTING)
     yield cell(3, 4, 2, **TENSOR, **OFFLOAD_ALL)
     yield cell(3, 4, 2, **CONTEXT, **OFFLOAD_ALL)
 
 
-@pytest.mark.parametrize("case", QUICK, ids=str)
+CELLS = [*QUICK, *(case for case in further() if case not in QUICK)]
+
+
+@pytest.mark.parametrize("case", quick(CELLS, *range(len(QUICK))), ids=str)
 def test_axes_match_local(case: Cell, pool: RankPool) -> None:
-    check_cell(case, pool)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [case for case in everything() if case not in QUICK], ids=str)
-def test_all_cells_match_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
@@ -129,8 +113,8 @@ AXES = [
 def test_bf16_matches_local_bf16(case: Cell, pool: RankPool) -> None:
     """Within tolerances: partial activations and gradients are rounded to bf16 before they are summed.
 
-    Measured over 20 steps: loss 5.2e-4, gradient norm 7.9e-3, weights 4.8e-3 (of a router, whose choices are
-    not smooth).
+    Measured over 20 steps at half of the learning rate: loss 5.2e-4, gradient norm 7.9e-3, weights 4.8e-3
+    (of a router, whose choices are not smooth).
     """
     case = replace(case, more=(*case.more, *BF16.items()))
     check_parity(
@@ -196,7 +180,7 @@ def test_control_swapped_sequence_slices(pool: RankPool) -> None:
 
 
 def test_control_unreduced_norms_of_heads(pool: RankPool) -> None:
-    """Measured: the weights differ by 1.8e-3, the loss after 20 steps by 7e-5."""
+    """Measured over 20 steps: the weights differ by 1.8e-3, the loss by 7e-5."""
     case = cell(1, 2, 2, "qwen3", **TENSOR, **SGD)
     wrong = pool.run(trace_without_norm_reduction, case, ranks=2)[0]
     assert wrong.distance(reference(case.reference())).weight > 10 * TOLERANCE.weight
@@ -316,16 +300,6 @@ MIXTRALS = [
 ]
 
 
-def neighbours(layouts: list[Cell]) -> Iterator[tuple[Cell, list[Cell]]]:
-    """Each layout with the first, which is ``local``, and the two before it.
-
-    A checkpoint has no layout, so a reader does not depend on the writer's; each layout is written and read
-    often.
-    """
-    for at, target in enumerate(layouts):
-        yield target, [layouts[0], *(layouts[at - back] for back in (1, 2) if (at - back) % len(layouts))]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("target", "sources"),
@@ -338,14 +312,11 @@ def test_resume_in_another_layout(target: Cell, sources: list[Cell], saved: Save
 
 SAME = [
     layout(1, 4, TENSOR, **DROPOUT),
-    layout(0, 2, TENSOR),
     layout(1, 2, TENSOR, **FP16),
     layout(2, 2, TENSOR, **BF16),
-    layout(3, 2, TENSOR, **BF16),
     layout(3, 4, TENSOR, **DROPOUT),
     layout(3, 4, TENSOR, **OFFLOAD_ALL),
     layout(2, 2, CONTEXT, "gpt2", **DROPOUT),
-    layout(3, 2, CONTEXT, **BF16),
     layout(3, 2, CONTEXT, **OFFLOAD_ALL),
     layout(2, 4, EXPERT, "mixtral", **DROPOUT),
     layout(1, 4, EXPERT, "mixtral", **BF16),

@@ -86,6 +86,7 @@ def farthest(losses: list[float], others: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, others, strict=True))
 
 
+@pytest.mark.full
 def test_losses_stay_near_those_of_bf16(bf16_losses: list[float]) -> None:
     losses = run_trace(tiny_plan(**FP8), steps=60).losses
     print("distance", farthest(losses, bf16_losses), "losses", losses[0], losses[-1], bf16_losses[-1])
@@ -94,6 +95,7 @@ def test_losses_stay_near_those_of_bf16(bf16_losses: list[float]) -> None:
     assert farthest(losses, bf16_losses) < BAND
 
 
+@pytest.mark.full
 def test_fp8_without_scaling_exceeds_the_tolerance(
     bf16_losses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ def check(one: Waits, several: Waits, forced: tuple[str, ...]) -> None:
     ("changes", "forced"),
     [
         pytest.param({}, (), id="local"),
-        pytest.param(DEEPSPEED | {"zero__stage": 2}, (), id="zero2"),
+        pytest.param(DEEPSPEED | {"zero__stage": 2}, (), id="zero2", marks=pytest.mark.full),
         pytest.param(ZERO3, ZERO3_WAITS, id="zero3"),
         pytest.param(MEGATRON | {"zero__stage": 1}, (), id="megatron"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.cases import OFFLOAD_ALL, SGD, Cell, cell, make, quick, steps, trace
-from tests.engine.checks import TOLERANCE, check_cell, reference
+from tests.engine.checks import CONTROL_STEPS, TOLERANCE, check_cell, reference
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import RunTrace, rank_samples
@@ -31,6 +31,7 @@ def test_hpz_matches_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
+@pytest.mark.full
 def test_hpz_frozen_parameters_match_local(pool: RankPool) -> None:
     case = hpz(2, **FROZEN)
     found = pool.run(trace, case, ranks=4)[0]
@@ -44,15 +45,16 @@ def trace_with_stale_partitions(rank: int, ranks: int, case: Cell) -> RunTrace:
     forget = patches.drop_secondary_partitions
     patches.drop_secondary_partitions = lambda module: None
     try:
-        return trace(rank, ranks, case)
+        return trace(rank, ranks, case, steps=CONTROL_STEPS)
     finally:
         patches.drop_secondary_partitions = forget
 
 
 @pytest.mark.parametrize("case", quick([hpz(2), hpz(2, **FROZEN)], 0), ids=str)
 def test_control_stale_secondary_partitions(case: Cell, pool: RankPool) -> None:
-    loss = pool.run(trace_with_stale_partitions, case, ranks=4)[0].distance(reference(case.reference())).loss
-    assert math.isnan(loss) or loss > 10 * TOLERANCE.loss
+    found = pool.run(trace_with_stale_partitions, case, ranks=4)[0].losses
+    losses = [abs(a - b) for a, b in zip(found, reference(case.reference()).losses, strict=False)]
+    assert any(math.isnan(loss) or loss > 10 * TOLERANCE.loss for loss in losses)
 
 
 def evaluate_and_reload(rank: int, ranks: int, case: Cell) -> tuple[list[float], int]:

@@ -1,12 +1,11 @@
 """Models of transformers without a family: ZeRO 0 to 3 compared with the local engine, and resuming.
 
 pytest tests/engine/test_hugging_face.py             phi3
-pytest tests/engine/test_hugging_face.py -m full     every architecture, every stage
+pytest tests/engine/test_hugging_face.py -m full     every architecture with ZeRO 3 and another stage
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +83,6 @@ class HuggingFaceCell(Cell):
                 engine__name=EngineName.local if self.stage is None else EngineName.deepspeed,
                 zero__stage=self.stage or 0,
                 train__global_batch=self.data * MICRO_BATCH * self.accumulation,
-                optim__lr=2e-3,
                 model__hf=HuggingFaceConfig(
                     architecture="AutoModelForCausalLM",
                     model_type=self.model_type,
@@ -100,11 +98,12 @@ def cell(stage: int | None, model_type: str = "phi3", ranks: int = 2, **more: An
     return HuggingFaceCell(stage, ranks, 4 // ranks, None, tuple(more.items()), model_type)
 
 
-CELLS: list[Cell] = [cell(stage, model_type) for model_type, stage in itertools.product(CAUSAL, (2, 3, 0, 1))]
+CELLS: list[Cell] = [cell(2), *(cell(3, model_type) for model_type in CAUSAL)]
+CELLS += [cell(number % 3, model_type) for number, model_type in enumerate(CAUSAL) if number]
 CELLS.append(cell(3, **CHECKPOINTING))
 
 
-@pytest.mark.parametrize("case", quick(CELLS, 0, 1), ids=str)
+@pytest.mark.parametrize("case", quick(CELLS, 1), ids=str)
 def test_zero_matches_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
@@ -113,10 +112,10 @@ def test_duplicated_samples_are_detected(pool: RankPool) -> None:
     far(pool.run(duplicating, cell(2), ranks=2)[0], cell(2))
 
 
-LAYOUTS = [cell(None, ranks=1), cell(3), cell(2), cell(0), cell(1)]
+LAYOUTS = [cell(None, ranks=1), cell(3), cell(2)]
 
 
 @pytest.mark.parametrize("target", quick(LAYOUTS, 1), ids=str)
-def test_resume_between_layouts(target: Cell, saved: Saved, pool: RankPool) -> None:
+def test_resume_in_another_layout(target: Cell, saved: Saved, pool: RankPool) -> None:
     """phi3, whose embedding is tied to its output layer."""
-    check_pairs(target, LAYOUTS[:3], saved, pool)
+    check_pairs(target, [LAYOUTS[0], LAYOUTS[2]], saved, pool)

@@ -1,7 +1,7 @@
 """Masked language models, sequence to sequence, images and audio of transformers: ZeRO compared with local.
 
 pytest tests/engine/test_hugging_face_tasks.py             bert
-pytest tests/engine/test_hugging_face_tasks.py -m full     every task, every stage
+pytest tests/engine/test_hugging_face_tasks.py -m full     every task
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Example:
     task: Callable[[], Task]
     sample: Callable[[int], Any]
     lr: float = 3e-3
+    steps: int = 11  # until the loss has fallen by REQUIRED_FALL
 
 
 EXAMPLES = {
@@ -120,6 +121,7 @@ EXAMPLES = {
         },
         ClassificationTask,
         sound,
+        steps=20,
     ),
 }
 
@@ -174,13 +176,17 @@ def first_rank_batches(plan: RunPlan, step: int, data_rank: int) -> list[MicroBa
 
 
 def trace(rank: int, ranks: int, case: TaskCell, wrong: bool = False) -> RunTrace:
-    task = EXAMPLES[case.model_type].task()
+    example = EXAMPLES[case.model_type]
     return run_trace(
-        case.plan(), rank=rank, task=task, batches=first_rank_batches if wrong else batches, steps=20
+        case.plan(),
+        rank=rank,
+        task=example.task(),
+        batches=first_rank_batches if wrong else batches,
+        steps=example.steps,
     )
 
 
-CELLS = [cell(stage, model_type) for model_type, stage in itertools.product(EXAMPLES, (3, 2, 1, 0))]
+CELLS = [cell(stage, model_type) for model_type, stage in itertools.product(EXAMPLES, (3, 1))]
 
 
 @pytest.mark.parametrize("case", quick(CELLS, 0), ids=str)

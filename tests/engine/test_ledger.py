@@ -138,6 +138,7 @@ def test_communication_is_attributed_to_its_axis(name: str, pool: RankPool) -> N
         )
 
 
+@pytest.mark.full
 def test_slow_stage_appears_as_bubble_of_other_stages(pool: RankPool) -> None:
     """The last stage's forward is delayed; the first stage waits for the whole delay."""
     cell, _ = LAYOUTS["megatron-pp2"]

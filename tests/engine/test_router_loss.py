@@ -73,7 +73,7 @@ def references(pool: RankPool) -> dict[Any, Measured]:
     }
 
 
-@pytest.mark.parametrize("cell", quick(SINGLE, 0, 3), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", quick(SINGLE, 0), ids=lambda cell: cell.name)
 def test_router_loss_of_one_micro_batch_matches_local(
     cell: Cell, pool: RankPool, references: dict[Any, Measured]
 ) -> None:

@@ -57,7 +57,7 @@ def trace_tables(rank: int, ranks: int, plan: RunPlan, task: Task | None = None)
 
 
 def trace_texts(rank: int, ranks: int, plan: RunPlan, task: Task | None = None) -> RunTrace:
-    return run_trace(plan, rank=rank, task=task or CheckedTask(Weighted(), None), batches=texts)
+    return run_trace(plan, rank=rank, task=task or CheckedTask(Weighted(), None), batches=texts, steps=11)
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +87,7 @@ def test_control_units_that_count_every_sample(table_reference: RunTrace) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("stage", "ranks", "micro"), [(0, 2, 4), (0, 2, 1), (1, 2, 2), (2, 2, 1), (2, 4, 2), (3, 4, 1)]
-)
+@pytest.mark.parametrize(("stage", "ranks", "micro"), [(0, 2, 4), (1, 2, 2), (2, 4, 1)])
 def test_every_stage_matches_local(
     stage: int, ranks: int, micro: int, table_reference: RunTrace, pool: RankPool
 ) -> None:
@@ -100,7 +98,7 @@ def test_every_stage_matches_local(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_bf16_follows_fp32(stage: int, table_reference: RunTrace, pool: RankPool) -> None:
     plan = tiny_plan(
         None, ranks=2, zero__stage=stage, precision__name=Precision.bf16, **NETWORK, optim__lr=1e-2
@@ -159,7 +157,7 @@ def trace_hidden_states(rank: int, ranks: int, plan: RunPlan) -> RunTrace:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_task_may_leave_parameters_of_a_family_unused(stage: int, pool: RankPool) -> None:
     target = {"task__target": f"{__name__}.HiddenStates", "optim__weight_decay": 0.1}
     alone = trace_hidden_states(0, 1, tiny_plan("llama", **target))

@@ -143,7 +143,6 @@ def far(ours: list[float], theirs: list[float]) -> float:
 
 CELLS = [
     ("lion", zero(2)),
-    ("own", zero(1)),
     ("own", zero(3)),
     ("adafactor", zero(0)),
     *(
@@ -153,6 +152,7 @@ CELLS = [
             ("lion", 1),
             ("lion", 3),
             ("own", 0),
+            ("own", 1),
             ("own", 2),
             ("nadam", 1),
             ("nadam", 2),

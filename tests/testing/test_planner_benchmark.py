@@ -5,7 +5,6 @@ pytest tests/testing/test_planner_benchmark.py
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -88,31 +87,6 @@ def test_no_measured_layout_is_calibrated_on(planner: ModuleType) -> None:
         for allows in planner.FIXED.values()
     }
     assert sum(len(candidates) > 1 for _, *candidates in cases) >= 30
-
-
-def test_a_second_start_measures_only_what_is_missing(planner: ModuleType, tmp_path: Path) -> None:
-    description = planner.DESCRIPTIONS[0]
-    row = {"round": 0, "description": description.name, "layout": "zero3", "seconds": 0.1, "parts": {}}
-    (tmp_path / planner.MEASURED).write_text(json.dumps([row]))
-    measurements = planner.MeasuredLayouts(tmp_path, pool=None)
-    assert measurements.has(0, description, "zero3")
-    assert not measurements.has(1, description, "zero3")
-    assert not measurements.has(0, description, "zero0")
-
-
-def test_a_layout_has_the_median_of_its_rounds(planner: ModuleType) -> None:
-    description = planner.DESCRIPTIONS[0]
-    rows = [
-        {
-            "description": description.name,
-            "layout": "zero0",
-            "seconds": seconds,
-            "parts": {"forward": seconds},
-        }
-        for seconds in (1.0, 5.0, 2.0)
-    ]
-    found = planner.summed_up(rows, description, "zero0")
-    assert (found["seconds"], found["parts"]) == (2.0, {"forward": 2.0})
 
 
 @pytest.mark.full
