@@ -51,8 +51,16 @@ def marked_processes(mark: str) -> list[psutil.Process]:
     return found
 
 
+def is_standby(process: psutil.Process, *, ready: bool = False) -> bool:
+    """Return whether a process waits to become a rank; ``ready``: and has done its imports."""
+    try:
+        return process.name().startswith("standby-" if ready else ("standby-", "warm-up-"))
+    except psutil.Error:
+        return False
+
+
 def ranks_of(processes: Sequence[psutil.Process]) -> dict[int, psutil.Process]:
-    """Return the processes of ranks, without the children that inherit a rank's environment."""
+    """Return the processes of ranks, without standbys and the children that inherit a rank's environment."""
     ranks: dict[int, int] = {}
     by_pid = {process.pid: process for process in processes}
     for process in processes:
@@ -60,7 +68,7 @@ def ranks_of(processes: Sequence[psutil.Process]) -> dict[int, psutil.Process]:
             rank = process.environ().get("RANK")
         except psutil.Error:
             continue
-        if rank is not None:
+        if rank is not None and not is_standby(process):
             ranks[process.pid] = int(rank)
     found = {}
     for pid, rank in ranks.items():
@@ -107,6 +115,10 @@ class Started:
 
     def ranks(self) -> dict[int, psutil.Process]:
         return ranks_of(self.processes())
+
+    def standbys(self) -> list[psutil.Process]:
+        """Return the standbys that have done their imports."""
+        return [process for process in self.processes() if is_standby(process, ready=True)]
 
 
 def launch_command(launcher: str, script: Path, overrides: Sequence[str], ranks: int, port: int) -> list[str]:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import psutil
-
 from benchmarks.faults.cases import BATCH, LAYOUTS, SAVE_EVERY, STEP_SECONDS, STEPS, Case
 from benchmarks.faults.processes import POLL_SECONDS, ROOT, kill_all, launch_command, start
 from benchmarks.faults.recovery import read_witness
@@ -19,7 +17,7 @@ from toolkit.cluster.rank_processes import find_free_port
 
 SCRIPT = ROOT / "benchmarks" / "harness" / "restarting_baseline.py"
 KILLS = {"rank-killed": 1, "two-ranks-killed": 2}
-COMMAND_SECONDS = 120.0
+STEP_LIMIT_SECONDS, RECOVERY_LIMIT_SECONDS = 120.0, 60.0  # until the fault; from then to a new step
 # Without it torchrun of torch 2.13 gives restarted ranks the store of the dead ones, and they never connect.
 ENVIRON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 MODEL = {
@@ -38,9 +36,9 @@ def has_stock_side(case: Case) -> bool:
     return case.fault in KILLS and "-zero" in case.layout and case.layout.startswith("deepspeed")
 
 
-def run_stock(case: Case, folder: Path) -> dict[str, Any]:
-    """Kill the same number of ranks at the same step, and return the seconds to the next new step, or None
-    if the run did not recover.
+def run_stock(case: Case, folder: Path) -> dict[str, Any] | None:
+    """Kill the same number of ranks at the same step; return the ``seconds`` to the next new step, or None as
+    its value if the run did not recover. Returns None if the run had ended before the fault.
     """
     folder.mkdir(parents=True)
     layout = LAYOUTS[case.layout]
@@ -56,31 +54,35 @@ def run_stock(case: Case, folder: Path) -> dict[str, Any]:
     }
     (folder / "spec.json").write_text(json.dumps(spec))
     argv = launch_command("torchrun", SCRIPT, [str(folder / "spec.json")], layout.ranks, find_free_port())
-    mark, seconds = uuid4().hex, None
+    mark = uuid4().hex
     started = start(argv, folder / "output.txt", mark, ENVIRON)
-    deadline = time.monotonic() + COMMAND_SECONDS
 
-    def step() -> int:
-        return max((row["ended"] for row in read_witness(folder, 0)), default=0)
+    def new_steps(since: float, before: int) -> list[float]:
+        """Return when steps after ``before`` ended, as far as that was later than ``since``."""
+        rows = read_witness(folder, 0)
+        return [row["time"] for row in rows if row["time"] > since and row["ended"] > before]
+
+    def wait_for_step(since: float, before: int, limit: float) -> float | None:
+        deadline = time.monotonic() + limit
+        while not (found := new_steps(since, before)):
+            if started.code() is not None or time.monotonic() > deadline:
+                return None
+            time.sleep(POLL_SECONDS)
+        return found[0]
 
     try:
-        while step() < 1 + int(case.moment) and started.code() is None and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+        if wait_for_step(0.0, int(case.moment), STEP_LIMIT_SECONDS) is None:
+            return None
         time.sleep(STEP_SECONDS * (case.moment % 1))
-        moment, before = time.time(), step()
         ranks = started.ranks()
+        if len(ranks) < layout.ranks:
+            return None
+        moment, before = time.time(), max(row["ended"] for row in read_witness(folder, 0))
         for rank in random.Random(case.seed).sample(sorted(ranks), KILLS[case.fault]):
             ranks[rank].send_signal(signal.SIGKILL)
-        while started.code() is None and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        after = [
-            row["time"] for row in read_witness(folder, 0) if row["time"] > moment and row["ended"] > before
-        ]
-        seconds = after[0] - moment if after else None
-    except (psutil.Error, ValueError):
-        pass  # the run ended before the fault: nothing was measured
+        after = wait_for_step(moment, before, RECOVERY_LIMIT_SECONDS)
     finally:
         kill_all(mark)
         for launcher in started.launchers:
             launcher.wait(timeout=20)
-    return {"seconds": seconds, "code": started.code()}
+    return {"seconds": None if after is None else after - moment}
