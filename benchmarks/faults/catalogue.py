@@ -28,7 +28,7 @@ from benchmarks.faults.damage import (
     restore_byte,
     restore_sole_checkpoint,
 )
-from benchmarks.faults.processes import why_no_nodes
+from benchmarks.faults.processes import why_no_nodes, why_no_wired_nodes
 
 if TYPE_CHECKING:
     from benchmarks.faults.run import LiveRun
@@ -37,6 +37,8 @@ HANG_SECONDS = 10  # of classes that wait for the watchdog
 SHORT_SECONDS = 1.5  # a pause that no timeout notices
 LINK_SHORT_SECONDS = 3.0
 LINK_LONG_SECONDS = 20.0  # longer than the watchdog and its report need
+LINK_BAD_SECONDS = 5.0  # of a link that is slow or lossy
+LINK_DELAY_SECONDS, LINK_LOST = 0.05, 0.2
 RECOVERY_SECONDS = 120.0  # within which the ranks of the next attempt start
 SECOND_KILL_SECONDS, WARM_SECOND_KILL_SECONDS = 10.0, 3.0  # about the time of a recovery
 DISK_MIB = 24
@@ -252,6 +254,30 @@ def cut_link(seconds: float) -> Action:
     return cut
 
 
+def use_wire(run: LiveRun) -> None:
+    assert run.nodes is not None
+    run.nodes.use_wire(run.case.seed)
+
+
+def spoil_link(
+    seconds: float, *, delay_seconds: float = 0.0, lost: float = 0.0, half_open: bool = False
+) -> Action:
+    """Return an action that makes the wire between the machines bad, and good again."""
+
+    def spoil(run: LiveRun) -> None:
+        assert run.nodes is not None
+        wire = run.nodes.wire
+        assert wire is not None
+        wire.delay_seconds, wire.lost = delay_seconds, lost
+        wire.blocked = frozenset({run.random.randrange(2)} if half_open else ())
+        try:
+            time.sleep(seconds)
+        finally:
+            wire.delay_seconds, wire.lost, wire.blocked = 0.0, 0.0, frozenset()
+
+    return spoil
+
+
 WATCHED = (f"monitor.hang_seconds={HANG_SECONDS}", "cluster.grace_seconds=5")
 RESTARTING = ("python", "torchrun")
 EITHER = (False, True)
@@ -328,13 +354,40 @@ FAULTS: Mapping[str, FaultClass] = {
             missing=why_no_nodes,
         ),
         FaultClass(
+            "link-slow",
+            Expected.UNAFFECTED,
+            spoil_link(LINK_BAD_SECONDS, delay_seconds=LINK_DELAY_SECONDS),
+            ("torchrun",),
+            nodes=2,
+            prepare=use_wire,
+            missing=why_no_wired_nodes,
+        ),
+        FaultClass(
+            "link-lossy",
+            Expected.UNAFFECTED,
+            spoil_link(LINK_BAD_SECONDS, lost=LINK_LOST),
+            ("torchrun",),
+            nodes=2,
+            prepare=use_wire,
+            missing=why_no_wired_nodes,
+        ),
+        FaultClass(
+            "link-half-open",
+            Expected.RESTARTED,
+            spoil_link(LINK_LONG_SECONDS, half_open=True),
+            ("torchrun",),
+            nodes=2,
+            prepare=use_wire,
+            overrides=WATCHED,
+            missing=why_no_wired_nodes,
+        ),
+        FaultClass(
             "node-rank-killed", Expected.RESTARTED, kill_rank, ("torchrun",), nodes=2, missing=why_no_nodes
         ),
     )
 }
 
 LEFT_OUT: Mapping[str, str] = {
-    "network delay, loss, half-open": "need netem or iptables, which the kernel of the test machine lacks",
     "vanishing disk": "the run's own record vanishes with it",
     "jump of the kernel's clock": "would change the whole machine's; clock-jump changes that of the ranks",
 }

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.faults.wire import Wire, replaced_cable, why_no_wire
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.plan.devices import HIDE_GPUS
 
@@ -165,6 +166,7 @@ class Nodes:
 
     Attributes:
         shared: the folder that both see.
+        wire: see :meth:`use_wire`.
     """
 
     def __init__(self, folder: Path, mark: str, stack: ExitStack) -> None:
@@ -172,7 +174,12 @@ class Nodes:
 
         self._nodes = stack.enter_context(two_nodes(folder))
         self.shared, self._mark, self._stack = self._nodes.shared, mark, stack
+        self.wire: Wire | None = None
         self._port = find_free_port()
+
+    def use_wire(self, seed: int) -> None:
+        """Replace the cable by ``self.wire``, which can delay and lose frames."""
+        self.wire = self._stack.enter_context(replaced_cable(self._nodes, seed))
 
     def cable(self, *, up: bool) -> None:
         """Connect or disconnect the machines; packets are lost silently."""
@@ -207,3 +214,8 @@ def why_no_nodes() -> str | None:
     from tests.cluster.simulated_nodes import missing
 
     return missing()
+
+
+def why_no_wired_nodes() -> str | None:
+    """Return why two machines cannot be joined by a wire that loses frames here; None: they can."""
+    return why_no_nodes() or why_no_wire()
