@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.cases import DISTRIBUTED, LAYOUTS, MODEL, STEPS, Choice, RunLayout, choose_cases
+from benchmarks.campaign import Campaign
+from benchmarks.faults.cases import DISTRIBUTED, LAYOUTS, MODEL, STEPS, Case, Choice, RunLayout, choose_cases
 from benchmarks.faults.catalogue import FAULTS, Expected, possible_faults
 from benchmarks.faults.recovery import percentile
 from benchmarks.faults.report import (
@@ -81,6 +82,23 @@ def test_layouts_can_be_planned(layout: RunLayout, tmp_path: Path) -> None:
     config = compose([*MODEL, *layout.overrides, f"data.path={tmp_path}", f"run.dir={tmp_path / 'run'}"])
     world = World(ranks=layout.ranks, ranks_per_node=layout.ranks // layout.nodes, device=Device.CPU)
     assert make_plan(config, world).batch.global_batch == 24
+
+
+def test_campaign_continues_after_the_rows_that_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+
+    def run(self: Campaign, case: Case) -> dict[str, Any]:
+        ran.append(case.number)
+        made = row(case.fault, 1.0, layout=case.layout, seconds=2.0)
+        return {**made, **case.to_json()}
+
+    monkeypatch.setattr(Campaign, "run", run)
+    first = Campaign(7, tmp_path, [], []).go_on(3)
+    assert [each["number"] for each in first] == ran == [0, 1, 2]
+    assert Campaign(7, tmp_path, [], []).go_on(3) == first
+    assert [each["number"] for each in Campaign(7, tmp_path, [], []).go_on(5)] == ran == [0, 1, 2, 3, 4]
 
 
 def row(fault: str, seconds: float | None, *, violated: bool = False, **more: Any) -> dict[str, Any]:
