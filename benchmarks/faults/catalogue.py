@@ -33,10 +33,10 @@ from benchmarks.faults.processes import why_no_nodes, why_no_wired_nodes
 if TYPE_CHECKING:
     from benchmarks.faults.run import LiveRun
 
-HANG_SECONDS = 10  # of classes that wait for the watchdog
+HANG_SECONDS = 6  # of classes that wait for the watchdog
 SHORT_SECONDS = 1.5  # a pause that no timeout notices
 LINK_SHORT_SECONDS = 3.0
-LINK_LONG_SECONDS = 20.0  # longer than the watchdog and its report need
+LINK_LONG_SECONDS = 15.0  # longer than the watchdog and its report need
 LINK_BAD_SECONDS = 5.0  # of a link that is slow or lossy
 LINK_DELAY_SECONDS, LINK_LOST = 0.05, 0.2
 RECOVERY_SECONDS = 120.0  # within which the ranks of the next attempt start

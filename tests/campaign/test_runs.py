@@ -33,7 +33,7 @@ SAMPLE = (
     case("nan", "local", "python", 9.9),
     case("disk-full", "local", "python", 6.4),
     case("store-failing", "local", "python", 0.0),
-    case("rank-killed", "deepspeed-zero1-ranks2", "python", 11.7, warm=True),
+    case("rank-killed", "deepspeed-zero1-ranks2", "python", 10.4, warm=True),
     case("exception", "deepspeed-zero1-ranks2", "deepspeed", 3.1),
     case("snapshot-damaged", "megatron-dp2", "python", 7.5, warm=True),
     case("checkpoint-damaged", "megatron-dp2", "torchrun", 13.8),
