@@ -89,11 +89,11 @@ def _phases(run: Path, start: Sequence[Mapping[str, Any]], moment: float, after:
     before, times, restart = attempts[hit], attempts[last], read_restart(directory.attempt_folder(last))
     assert before is not None
     assert times is not None
+    ends: list[tuple[str, float | None]]
     if restart is not None and last == hit + 1:
-        ends = list(restart.ends)
+        ends = [*restart.ends]
     else:
-        rows = [(name, row["time"]) for row in start for name in ("connected", "resumed") if name in row]
-        known = dict(reversed(rows))  # the first row of each name
+        known = {name: row["time"] for row in start for name in ("connected", "resumed") if name in row}
         ends = [
             (RestartPhase.DETECT, before.end),
             (RestartPhase.PREPARE, times.began),
