@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -57,32 +58,33 @@ def run_stock(case: Case, folder: Path) -> dict[str, Any] | None:
     mark = uuid4().hex
     started = start(argv, folder / "output.txt", mark, ENVIRON)
 
-    def new_steps(since: float, before: int) -> list[float]:
-        """Return when steps after ``before`` ended, as far as that was later than ``since``."""
-        rows = read_witness(folder, 0)
-        return [row["time"] for row in rows if row["time"] > since and row["ended"] > before]
+    def rows(after: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Return the steps of rank 0, or those that another process made after the steps of ``after``."""
+        found = list(read_witness(folder, 0))
+        if after is None:
+            return found
+        reached = max(row["ended"] for row in found if row["pid"] == after["pid"])
+        return [row for row in found if row["pid"] != after["pid"] and row["ended"] > reached]
 
-    def wait_for_step(since: float, before: int, limit: float) -> float | None:
-        deadline = time.monotonic() + limit
-        while not (found := new_steps(since, before)):
-            if started.code() is not None or time.monotonic() > deadline:
-                return None
+    def wait(holds: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not holds() and started.code() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        return found[0]
+        return holds()
 
     try:
-        if wait_for_step(0.0, int(case.moment), STEP_LIMIT_SECONDS) is None:
+        if not wait(lambda: len(rows()) > int(case.moment), STEP_LIMIT_SECONDS):
             return None
         time.sleep(STEP_SECONDS * (case.moment % 1))
         ranks = started.ranks()
         if len(ranks) < layout.ranks:
             return None
-        moment, before = time.time(), max(row["ended"] for row in read_witness(folder, 0))
+        moment, hit = time.time(), rows()[-1]
         for rank in random.Random(case.seed).sample(sorted(ranks), KILLS[case.fault]):
             ranks[rank].send_signal(signal.SIGKILL)
-        after = wait_for_step(moment, before, RECOVERY_LIMIT_SECONDS)
+        recovered = wait(lambda: bool(rows(after=hit)), RECOVERY_LIMIT_SECONDS)
+        return {"seconds": rows(after=hit)[0]["time"] - moment if recovered else None}
     finally:
         kill_all(mark)
         for launcher in started.launchers:
             launcher.wait(timeout=20)
-    return {"seconds": None if after is None else after - moment}
