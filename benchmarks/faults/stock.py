@@ -56,7 +56,7 @@ def run_stock(case: Case, folder: Path) -> dict[str, Any] | None:
     (folder / "spec.json").write_text(json.dumps(spec))
     argv = launch_command("torchrun", SCRIPT, [str(folder / "spec.json")], layout.ranks, find_free_port())
     mark = uuid4().hex
-    started = start(argv, folder / "output.txt", mark, ENVIRON)
+    started = start(argv, folder / "output.txt", mark, {**ENVIRON, "TMPDIR": str(folder)})
 
     def rows(after: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Return the steps of rank 0, or those that another process made after the steps of ``after``."""
