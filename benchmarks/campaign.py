@@ -5,10 +5,11 @@
     python benchmarks/campaign.py --seed 7 --case 12               one case again, with its whole row
     python benchmarks/campaign.py --list                           the classes, and those that are left out
 
-Each case trains a tiny model for 30 steps with DeepSpeed or Megatron-core on 2 to 8 ranks, or on two
+Each case trains a tiny model for 20 steps with DeepSpeed or Megatron-core on 2 to 8 ranks, or on two
 simulated machines, and suffers one fault at a random moment; if that ends the command, the same command is
 repeated. Then the invariants of benchmarks/faults/invariants.py are checked, against an unbroken run of the
-same layout. Kills of DeepSpeed ranks are repeated with a plain script under ``torchrun --max-restarts``.
+same layout. Some runs of the parent process have standbys and snapshots in memory. Kills of DeepSpeed ranks
+are repeated with a plain script under ``torchrun --max-restarts``.
 
 The seed decides every case. Finished cases are rows of FOLDER/cases.jsonl; a second start continues after
 them. Figures go to benchmarks/results/campaign.json and docs/results.md with ``--record``. Needs Linux; some
@@ -30,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from benchmarks.faults.cases import DISTRIBUTED, LAYOUTS, Case, Choice, RunLayout, choose_cases  # noqa: E402
 from benchmarks.faults.catalogue import FAULTS, LEFT_OUT, possible_faults  # noqa: E402
-from benchmarks.faults.report import replace_table, summarise, table  # noqa: E402
+from benchmarks.faults.report import replace_table, summarise, summarise_restarts, table  # noqa: E402
 from benchmarks.faults.run import release_folder, run_case, unbroken_losses  # noqa: E402
 from benchmarks.faults.stock import has_stock_side, run_stock  # noqa: E402
 from toolkit.data.tokens.stdlib import ensure_stdlib  # noqa: E402
@@ -72,7 +73,9 @@ class Campaign:
         self.rows_file = folder / "cases.jsonl"
 
     def cases(self, count: int) -> list[Case]:
-        choices = {name: Choice(fault.launchers, fault.nodes) for name, fault in self.faults.items()}
+        choices = {
+            name: Choice(fault.launchers, fault.nodes, fault.warm) for name, fault in self.faults.items()
+        }
         return list(choose_cases(self.seed, count, choices, self.layouts))
 
     def rows(self) -> list[dict[str, Any]]:
@@ -116,6 +119,7 @@ class Campaign:
             "layouts": sorted({row["layout"] for row in rows}),
             "load": max(row["load"] for row in rows),
             "classes": summarise(rows),
+            "restarts": summarise_restarts(rows),
             "left_out": {**LEFT_OUT, **self.missing},
             "machine": describe_machine(),
             "versions": package_versions(),
@@ -126,7 +130,8 @@ def describe_row(row: dict[str, Any]) -> str:
     recovery = f"{row['recovery']['seconds']:.1f} s" if row["recovery"] else "no new step"
     wrong = "; ".join(f"{name}: {texts[0]}" for name, texts in row["violations"].items())
     return (
-        f"{row['number']:5d} {row['fault']}, {row['layout']}, {row['launcher']}, step {row['moment']:.1f}: "
+        f"{row['number']:5d} {row['fault']}, {row['layout']}, {row['launcher']}{' warm' * row['warm']}, "
+        f"step {row['moment']:.1f}: "
         f"{'VIOLATED ' + wrong if wrong else 'ok'} ({recovery}, case {row['seconds']:.0f} s)"
     )
 

@@ -1,8 +1,9 @@
 """Measure how long a killed rank interrupts a training: from SIGKILL to the next step that had not been made.
 
-    python benchmarks/restart.py                              about eight minutes on two cores
+    python benchmarks/restart.py                              about five minutes on two cores
     python benchmarks/restart.py --rounds 1 --kills 2 --only warm memory
-    python benchmarks/restart.py --overhead                   the cost of snapshots; about six minutes
+    python benchmarks/restart.py --overhead                   the cost of supervision, standbys and snapshots;
+                                                              about four minutes
 
 A model of 11 M parameters trains with ZeRO 1 on two ranks. The contenders take turns; in each turn a run
 starts, and ranks 0 and 1 are killed in turn after some steps:
@@ -12,7 +13,8 @@ starts, and ranks 0 and 1 are killed in turn after some steps:
     warm       plain python with cluster.standbys=2: the ranks' places are taken by standbys
     memory     the same with checkpoint.memory_every: from the newest snapshot
 
-The phases are those of attempts/NNN/restart.json. Results go to benchmarks/results/restart.json.
+No round begins after ``--minutes``. The phases are those of attempts/NNN/restart.json. Results go to
+benchmarks/results/restart.json.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,6 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "restart.json"
 RANKS, LIMIT_SECONDS = 2, 300.0
 CHECKPOINT_EVERY, MEMORY_EVERY = 40, 5
+OVERHEAD_STEPS = 4 * CHECKPOINT_EVERY
 STEPS_BEFORE_A_KILL = 12  # of an attempt; not a multiple of MEMORY_EVERY, so steps are repeated
 KEYS = (
     "+exp=quickstart",
@@ -106,6 +110,9 @@ class RunningTraining:
         rows = (line.split() for line in lines)
         return [(float(moment), int(step)) for moment, step in rows]
 
+    def has_steps(self, count: int) -> bool:
+        return len(self.moments()) >= count
+
     def wait_until(self, what: str, holds: Any) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS
         while not holds():
@@ -135,7 +142,7 @@ class RunningTraining:
     def kill_a_rank(self, rank: int, attempt: int) -> dict[str, Any]:
         """Kill ``rank`` of an attempt after some steps, and measure until the next new step."""
         done = len(self.moments())
-        self.wait_until("stepping", lambda: len(self.moments()) >= done + STEPS_BEFORE_A_KILL)
+        self.wait_until("stepping", partial(self.has_steps, done + STEPS_BEFORE_A_KILL))
         self.wait_until("with standbys", self.standbys_are_ready)
         killed = time.time()
         self.ranks()[rank].send_signal(signal.SIGKILL)
@@ -173,23 +180,35 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def overhead(rounds: int, data: str, steps: int = 150, first: int = 40) -> dict[str, Any]:
-    """Compare the time of ``steps`` steps with and without snapshots, in runs that take turns.
+def rounds_in(minutes: float, count: int) -> Iterator[int]:
+    """Yield the numbers of at most ``count`` rounds; none begins after ``minutes``, except for the first."""
+    began = time.monotonic()
+    for number in range(count):
+        if number == 0 or time.monotonic() - began < 60 * minutes:
+            yield number
 
-    Standbys are off on both sides; their imports end before the first step that counts.
+
+def overhead(rounds: Iterable[int], data: str) -> dict[str, Any]:
+    """Compare the time of a step under torchrun, without snapshots, with that of a run by the parent process
+    with standbys and snapshots. Runs take turns; what counts begins when the standbys are ready.
     """
-    took: dict[str, list[float]] = {"cold": [], "snapshots": []}
-    CONTENDERS["snapshots"] = (*CONTENDERS["cold"], *CONTENDERS["memory"])
-    for number in range(rounds):
+    plain, protected = "torchrun", "memory"
+    took: dict[str, list[float]] = {plain: [], protected: []}
+    for number in rounds:
         for name in list(took)[:: 1 if number % 2 == 0 else -1]:
             with (
                 tempfile.TemporaryDirectory() as folder,
                 RunningTraining(name, data, Path(folder)) as training,
             ):
-                training.wait_until("done", lambda: len(training.moments()) > first + steps)
+                training.wait_until("stepping", partial(training.has_steps, STEPS_BEFORE_A_KILL))
+                training.wait_until("with standbys", training.standbys_are_ready)
+                # both sides count the same number of checkpoints
+                first = (len(training.moments()) // CHECKPOINT_EVERY + 1) * CHECKPOINT_EVERY
+                last = first + OVERHEAD_STEPS
+                training.wait_until("done", partial(training.has_steps, last + 1))
                 moments = training.moments()
-                took[name].append((moments[first + steps][0] - moments[first][0]) / steps)
-    ratios = [with_ / without for with_, without in zip(took["snapshots"], took["cold"], strict=True)]
+                took[name].append((moments[last][0] - moments[first][0]) / OVERHEAD_STEPS)
+    ratios = [with_ / without for with_, without in zip(took[protected], took[plain], strict=True)]
     return {"step_seconds": took, "ratios": ratios, "median_ratio": statistics.median(ratios)}
 
 
@@ -198,9 +217,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=3, help="per turn")
-    parser.add_argument("--overhead", action="store_true", help="measure snapshots without failures instead")
+    parser.add_argument("--overhead", action="store_true", help="measure runs without failures instead")
+    parser.add_argument("--minutes", type=float, default=3.0, help="no round begins later")
     parser.add_argument(
         "--data", default=str(ROOT / "data" / "stdlib"), help="folder of the embedded text, created if absent"
     )
@@ -209,11 +229,12 @@ def main() -> None:
     results = json.loads(given.out.read_text()) if given.out.exists() else {}
     results |= {"machine": describe_machine(), "versions": package_versions("torch", "deepspeed")}
     if given.overhead:
-        results["overhead"] = overhead(4, given.data)
-        print(f"a step with a snapshot every {MEMORY_EVERY}: {results['overhead']['median_ratio']:.4f} times")
+        results["overhead"] = overhead(rounds_in(given.minutes, given.rounds), given.data)
+        ratio = results["overhead"]["median_ratio"]
+        print(f"a step with standbys and a snapshot every {MEMORY_EVERY}: {ratio:.4f} times that of torchrun")
     else:
         rows: dict[str, list[dict[str, Any]]] = {name: [] for name in given.only}
-        for _ in range(given.rounds):
+        for _ in rounds_in(given.minutes, given.rounds):
             for name in given.only:
                 rows[name] += turn(name, given.kills, given.data)
         results["contenders"] = {name: summarize(found) for name, found in rows.items()}

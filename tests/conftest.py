@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import getpass
 import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +42,23 @@ def _amx_is_broken() -> bool:
         return False
     multiply = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
     return subprocess.run([sys.executable, "-c", multiply], check=False).returncode == -signal.SIGILL
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove the temporary folders of started processes at the end: torchrun leaves one for each start, and a
+    process that is killed leaves all of its own.
+    """
+    tmp_path_factory.getbasetemp()  # pytest's own folder stays where it is
+    cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    with (
+        pytest.MonkeyPatch.context() as context,
+        tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder,
+    ):
+        context.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache))
+        context.setenv("TMPDIR", folder)
+        context.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture

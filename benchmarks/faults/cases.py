@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-STEPS, SAVE_EVERY, BATCH = 30, 5, 24  # BATCH divides among 2, 3, 4 and 8 data ranks
+STEPS, SAVE_EVERY, BATCH = 20, 5, 24  # BATCH divides among 2, 3, 4 and 8 data ranks
+MEMORY_EVERY = 2  # steps between two snapshots in memory, of runs that take them
 STEP_SECONDS = 0.1  # the pause after each step, which leaves time to inject a fault between two steps
 LAUNCHERS = ("python", "torchrun", "deepspeed")
+PARENT = "python"  # the launcher whose parent process can keep standbys and snapshots in memory
+MOST_WARM_RANKS = 4  # eight ranks and eight standbys would share two cores
 
 # The quickstart with a tiny model.
 MODEL = (
@@ -103,6 +106,7 @@ class Case:
         moment: when the fault is injected, in steps after the end of the first one: between 0 and STEPS - 2.
             The part after the decimal point is the share of a step.
         seed: of what the fault itself chooses, such as the rank.
+        warm: the run has a standby for each rank, and takes snapshots in memory.
     """
 
     number: int
@@ -111,6 +115,7 @@ class Case:
     launcher: str
     moment: float
     seed: int
+    warm: bool = False
 
     @property
     def name(self) -> str:
@@ -122,10 +127,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Choice:
-    """The launchers and the number of nodes that a class of faults can be combined with."""
+    """What a class of faults can be combined with: launchers, number of nodes, and values of ``Case.warm``
+    under ``PARENT``.
+    """
 
     launchers: Sequence[str]
     nodes: int
+    warm: Sequence[bool] = (False,)
 
 
 def choose_cases(
@@ -145,15 +153,20 @@ def choose_cases(
         chance = random.Random(f"{seed} {number}")
         order = random.Random(f"{seed} round {number // len(names)}").sample(names, len(names))
         fault = order[number % len(names)]
-        fitting = [layout for layout in layouts.values() if layout.nodes == faults[fault].nodes]
+        choice = faults[fault]
+        fitting = [layout for layout in layouts.values() if layout.nodes == choice.nodes]
+        if False not in choice.warm:
+            fitting = [layout for layout in fitting if layout.ranks <= MOST_WARM_RANKS]
         if not fitting:
-            raise ValueError(f"no layout of {faults[fault].nodes} nodes for {fault}: {', '.join(layouts)}")
+            raise ValueError(f"no layout of {choice.nodes} nodes for {fault}: {', '.join(layouts)}")
         layout = chance.choices(fitting, [each.weight for each in fitting])[0]
-        yield Case(
+        case = Case(
             number=number,
             fault=fault,
             layout=layout.name,
-            launcher=chance.choice(faults[fault].launchers),
+            launcher=chance.choice(choice.launchers),
             moment=chance.uniform(0, STEPS - 2),
             seed=chance.randrange(2**31),
         )
+        can_be_warm = case.launcher == PARENT and layout.ranks <= MOST_WARM_RANKS
+        yield replace(case, warm=chance.choice(choice.warm)) if can_be_warm else case

@@ -16,21 +16,31 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.cases import LAUNCHERS, STEPS
-from benchmarks.faults.processes import why_no_nodes
-from toolkit import checkpoint_folder
+from benchmarks.faults.cases import LAUNCHERS, PARENT, STEPS
+from benchmarks.faults.damage import (
+    copy_data,
+    damage_checkpoint,
+    damage_data,
+    damage_snapshot,
+    older_checkpoint,
+    restore_byte,
+    restore_sole_checkpoint,
+)
+from benchmarks.faults.processes import why_no_nodes, why_no_wired_nodes
 
 if TYPE_CHECKING:
     from benchmarks.faults.run import LiveRun
 
-HANG_SECONDS = 10  # of classes that wait for the watchdog
+HANG_SECONDS = 6  # of classes that wait for the watchdog
 SHORT_SECONDS = 1.5  # a pause that no timeout notices
 LINK_SHORT_SECONDS = 3.0
-LINK_LONG_SECONDS = 45.0  # longer than the watchdog and its report need
+LINK_LONG_SECONDS = 15.0  # longer than the watchdog and its report need
+LINK_BAD_SECONDS = 5.0  # of a link that is slow or lossy
+LINK_DELAY_SECONDS, LINK_LOST = 0.05, 0.2
 RECOVERY_SECONDS = 120.0  # within which the ranks of the next attempt start
+SECOND_KILL_SECONDS, WARM_SECOND_KILL_SECONDS = 10.0, 3.0  # about the time of a recovery
 DISK_MIB = 24
 SMALL_WRITE = 1 << 12
 
@@ -62,6 +72,7 @@ class FaultClass:
         disk_mib: size of a small disk for the run's folder; None: the campaign's own disk.
         remedy_overrides: those that the error of the first command asks for.
         missing: returns why the class cannot be injected on this machine; None: it can.
+        warm: values of ``Case.warm``: whether runs have standbys and snapshots in memory.
     """
 
     name: str
@@ -76,6 +87,7 @@ class FaultClass:
     disk_mib: int | None = None
     remedy_overrides: Callable[[LiveRun], tuple[str, ...]] = lambda run: ()
     missing: Callable[[], str | None] = lambda: None
+    warm: tuple[bool, ...] = (False,)
 
 
 # ---- signals
@@ -96,6 +108,10 @@ def crash_rank(run: LiveRun) -> None:
 
 def kill_launcher(run: LiveRun) -> None:
     run.started.launchers[0].send_signal(signal.SIGKILL)
+
+
+def kill_standby(run: LiveRun) -> None:
+    run.random.choice(run.started.standbys()).send_signal(signal.SIGKILL)
 
 
 def request_stop(run: LiveRun) -> None:
@@ -125,7 +141,8 @@ def kill_twice(run: LiveRun) -> None:
     while time.monotonic() < deadline and run.started.code() is None:
         fresh = {process.pid for process in run.find_ranks().values()} - first
         if fresh:
-            time.sleep(run.random.uniform(0, 10))
+            seconds = WARM_SECOND_KILL_SECONDS if run.case.warm else SECOND_KILL_SECONDS
+            time.sleep(run.random.uniform(0, seconds))
             if run.find_ranks():
                 kill_rank(run)
             return
@@ -194,68 +211,6 @@ def why_no_mounts() -> str | None:
     return None
 
 
-# ---- damaged files
-
-
-def invert_byte(file: Path, place: int) -> None:
-    """Invert the bits of one byte of a file; a second call restores it."""
-    with file.open("r+b") as stream:
-        stream.seek(place)
-        byte = stream.read(1)[0]
-        stream.seek(place)
-        stream.write(bytes([byte ^ 0xFF]))
-
-
-def damage_checkpoint(run: LiveRun) -> None:
-    """Wait for a checkpoint, stop the ranks, damage a file of it, and kill a rank."""
-    run.wait_for(lambda: run.newest_checkpoint() is not None)
-    for rank in run.ranks:
-        run.kill(rank, signal.SIGSTOP)  # so that no newer checkpoint is made between the two faults
-    newest = run.newest_checkpoint()
-    assert newest is not None
-    file = run.random.choice(sorted(newest.glob("*.safetensors")))
-    run.damaged_byte = (file, run.random.randrange(file.stat().st_size))
-    invert_byte(*run.damaged_byte)
-    run.damaged_step = checkpoint_folder.step_of(newest)
-    run.moment = time.time()
-    kill_rank(run)
-    for rank in run.ranks:
-        run.kill(rank, signal.SIGCONT)
-
-
-def restore_sole_checkpoint(run: LiveRun) -> None:
-    """Restore the damaged file if no other checkpoint is left, as the error asks for."""
-    if not _undamaged_checkpoints(run):
-        restore_byte(run)
-        run.damaged_step = None
-
-
-def older_checkpoint(run: LiveRun) -> tuple[str, ...]:
-    """Return the remedy of a damaged checkpoint: resume from the one before."""
-    return (f"resume={_undamaged_checkpoints(run)[-1]}",) if run.damaged_step is not None else ()
-
-
-def _undamaged_checkpoints(run: LiveRun) -> list[Path]:
-    steps = checkpoint_folder.committed_checkpoints(run.directory.checkpoints)
-    return [folder for step, folder in steps.items() if step != run.damaged_step]
-
-
-def copy_data(run: LiveRun) -> None:
-    run.data = str(shutil.copytree(run.data, run.folder / "data"))
-
-
-def damage_data(run: LiveRun) -> None:
-    file = run.random.choice(sorted(Path(run.data).rglob("train-*.bin")))
-    run.damaged_byte = (file, run.random.randrange(file.stat().st_size))
-    invert_byte(*run.damaged_byte)
-    kill_rank(run)
-
-
-def restore_byte(run: LiveRun) -> None:
-    assert run.damaged_byte is not None
-    invert_byte(*run.damaged_byte)
-
-
 # ---- networks and stores
 
 
@@ -299,23 +254,49 @@ def cut_link(seconds: float) -> Action:
     return cut
 
 
+def use_wire(run: LiveRun) -> None:
+    assert run.nodes is not None
+    run.nodes.use_wire(run.case.seed)
+
+
+def spoil_link(
+    seconds: float, *, delay_seconds: float = 0.0, lost: float = 0.0, half_open: bool = False
+) -> Action:
+    """Return an action that makes the wire between the machines bad, and good again."""
+
+    def spoil(run: LiveRun) -> None:
+        assert run.nodes is not None
+        wire = run.nodes.wire
+        assert wire is not None
+        wire.delay_seconds, wire.lost = delay_seconds, lost
+        wire.blocked = frozenset({run.random.randrange(2)} if half_open else ())
+        try:
+            time.sleep(seconds)
+        finally:
+            wire.delay_seconds, wire.lost, wire.blocked = 0.0, 0.0, frozenset()
+
+    return spoil
+
+
 WATCHED = (f"monitor.hang_seconds={HANG_SECONDS}", "cluster.grace_seconds=5")
 RESTARTING = ("python", "torchrun")
+EITHER = (False, True)
 
 FAULTS: Mapping[str, FaultClass] = {
     fault.name: fault
     for fault in (
-        FaultClass("rank-killed", Expected.RESTARTED, kill_rank),
-        FaultClass("two-ranks-killed", Expected.RESTARTED, kill_two_ranks),
-        FaultClass("rank-segfault", Expected.RESTARTED, crash_rank),
-        FaultClass("supervisor-killed", Expected.STOPPED, kill_launcher, ("python",)),
+        FaultClass("rank-killed", Expected.RESTARTED, kill_rank, warm=EITHER),
+        FaultClass("two-ranks-killed", Expected.RESTARTED, kill_two_ranks, warm=EITHER),
+        FaultClass("rank-segfault", Expected.RESTARTED, crash_rank, warm=EITHER),
+        FaultClass("supervisor-killed", Expected.STOPPED, kill_launcher, (PARENT,), warm=EITHER),
         FaultClass("launcher-killed", Expected.STOPPED, kill_launcher, ("torchrun", "deepspeed")),
         FaultClass("preempted", Expected.STOPPED, request_stop),
         FaultClass("rank-paused", Expected.UNAFFECTED, pause_rank),
         FaultClass("rank-frozen", Expected.RESTARTED, freeze_rank, overrides=WATCHED),
-        FaultClass("killed-in-recovery", Expected.RESTARTED, kill_twice, RESTARTING),
-        FaultClass("exception", Expected.RESTARTED, order("exception")),
-        FaultClass("out-of-memory", Expected.RESTARTED, order("memory")),
+        FaultClass("standby-killed", Expected.UNAFFECTED, kill_standby, (PARENT,), warm=(True,)),
+        FaultClass("killed-in-recovery", Expected.RESTARTED, kill_twice, RESTARTING, warm=EITHER),
+        FaultClass("exception", Expected.RESTARTED, order("exception"), warm=EITHER),
+        FaultClass("out-of-memory", Expected.RESTARTED, order("memory"), warm=EITHER),
         FaultClass("nan", Expected.STOPPED, order("nan", all_ranks=True, ahead=3)),
         FaultClass("clock-jump", Expected.UNAFFECTED, order("clock", all_ranks=True)),
         FaultClass("disk-slow", Expected.UNAFFECTED, order("sync", all_ranks=True)),
@@ -342,6 +323,7 @@ FAULTS: Mapping[str, FaultClass] = {
             repair=restore_sole_checkpoint,
             remedy_overrides=older_checkpoint,
         ),
+        FaultClass("snapshot-damaged", Expected.RESTARTED, damage_snapshot, (PARENT,), warm=(True,)),
         FaultClass(
             "data-damaged", Expected.STOPPED, damage_data, RESTARTING, prepare=copy_data, repair=restore_byte
         ),
@@ -372,13 +354,40 @@ FAULTS: Mapping[str, FaultClass] = {
             missing=why_no_nodes,
         ),
         FaultClass(
+            "link-slow",
+            Expected.UNAFFECTED,
+            spoil_link(LINK_BAD_SECONDS, delay_seconds=LINK_DELAY_SECONDS),
+            ("torchrun",),
+            nodes=2,
+            prepare=use_wire,
+            missing=why_no_wired_nodes,
+        ),
+        FaultClass(
+            "link-lossy",
+            Expected.UNAFFECTED,
+            spoil_link(LINK_BAD_SECONDS, lost=LINK_LOST),
+            ("torchrun",),
+            nodes=2,
+            prepare=use_wire,
+            missing=why_no_wired_nodes,
+        ),
+        FaultClass(
+            "link-half-open",
+            Expected.RESTARTED,
+            spoil_link(LINK_LONG_SECONDS, half_open=True),
+            ("torchrun",),
+            nodes=2,
+            prepare=use_wire,
+            overrides=WATCHED,
+            missing=why_no_wired_nodes,
+        ),
+        FaultClass(
             "node-rank-killed", Expected.RESTARTED, kill_rank, ("torchrun",), nodes=2, missing=why_no_nodes
         ),
     )
 }
 
 LEFT_OUT: Mapping[str, str] = {
-    "network delay, loss, half-open": "need netem or iptables, which the kernel of the test machine lacks",
     "vanishing disk": "the run's own record vanishes with it",
     "jump of the kernel's clock": "would change the whole machine's; clock-jump changes that of the ranks",
 }

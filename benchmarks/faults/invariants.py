@@ -60,6 +60,7 @@ class Evidence:
         reference: losses by step of the unbroken run of the same layout.
         damaged_step: step of the checkpoint that the fault damaged.
         temporary: TMPDIR of the run's processes; None if it is gone.
+        memory: the folders in memory that the run's snapshots had.
         status_writable: whether the run could write its status when it ended.
     """
 
@@ -69,6 +70,7 @@ class Evidence:
     ends: Sequence[End]
     damaged_step: int | None = None
     temporary: Path | None = None
+    memory: Sequence[Path] = ()
     status_writable: bool = True
 
 
@@ -197,7 +199,8 @@ def check_status(evidence: Evidence) -> Iterator[str]:
 
 
 def check_leftovers(evidence: Evidence) -> Iterator[str]:
-    """No temporary file is left after the end of the run."""
+    """No temporary file and no snapshot in memory is left after the end of the run."""
+    yield from (f"{folder} is left in memory" for folder in evidence.memory if folder.exists())
     left = sorted(
         str(path.relative_to(evidence.run))
         for path in evidence.run.rglob("*")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.faults.wire import Wire, replaced_cable, why_no_wire
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.plan.devices import HIDE_GPUS
 
@@ -51,8 +52,16 @@ def marked_processes(mark: str) -> list[psutil.Process]:
     return found
 
 
+def is_standby(process: psutil.Process, *, ready: bool = False) -> bool:
+    """Return whether a process waits to become a rank; ``ready``: and has done its imports."""
+    try:
+        return process.name().startswith("standby-" if ready else ("standby-", "warm-up-"))
+    except psutil.Error:
+        return False
+
+
 def ranks_of(processes: Sequence[psutil.Process]) -> dict[int, psutil.Process]:
-    """Return the processes of ranks, without the children that inherit a rank's environment."""
+    """Return the processes of ranks, without standbys and the children that inherit a rank's environment."""
     ranks: dict[int, int] = {}
     by_pid = {process.pid: process for process in processes}
     for process in processes:
@@ -60,7 +69,7 @@ def ranks_of(processes: Sequence[psutil.Process]) -> dict[int, psutil.Process]:
             rank = process.environ().get("RANK")
         except psutil.Error:
             continue
-        if rank is not None:
+        if rank is not None and not is_standby(process):
             ranks[process.pid] = int(rank)
     found = {}
     for pid, rank in ranks.items():
@@ -108,6 +117,10 @@ class Started:
     def ranks(self) -> dict[int, psutil.Process]:
         return ranks_of(self.processes())
 
+    def standbys(self) -> list[psutil.Process]:
+        """Return the standbys that have done their imports."""
+        return [process for process in self.processes() if is_standby(process, ready=True)]
+
 
 def launch_command(launcher: str, script: Path, overrides: Sequence[str], ranks: int, port: int) -> list[str]:
     """Return the command line on one machine.
@@ -153,6 +166,7 @@ class Nodes:
 
     Attributes:
         shared: the folder that both see.
+        wire: see :meth:`use_wire`.
     """
 
     def __init__(self, folder: Path, mark: str, stack: ExitStack) -> None:
@@ -160,7 +174,12 @@ class Nodes:
 
         self._nodes = stack.enter_context(two_nodes(folder))
         self.shared, self._mark, self._stack = self._nodes.shared, mark, stack
+        self.wire: Wire | None = None
         self._port = find_free_port()
+
+    def use_wire(self, seed: int) -> None:
+        """Replace the cable by ``self.wire``, which can delay and lose frames."""
+        self.wire = self._stack.enter_context(replaced_cable(self._nodes, seed))
 
     def cable(self, *, up: bool) -> None:
         """Connect or disconnect the machines; packets are lost silently."""
@@ -195,3 +214,8 @@ def why_no_nodes() -> str | None:
     from tests.cluster.simulated_nodes import missing
 
     return missing()
+
+
+def why_no_wired_nodes() -> str | None:
+    """Return why two machines cannot be joined by a wire that loses frames here; None: they can."""
+    return why_no_nodes() or why_no_wire()

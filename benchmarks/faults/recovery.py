@@ -1,6 +1,7 @@
 """Measure the time from a fault to the next new step of the run, and its phases.
 
-The witness within the ranks dates the steps (``witness.py``); the run's ``times.json`` dates its attempts.
+The witness within the ranks dates the steps (``witness.py``), the run's ``times.json`` its attempts, and
+``restart.json`` the phases of a restart by the toolkit.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from toolkit.goodput import read_times
+from toolkit.restart_phases import RestartPhase, read_restart
 from toolkit.rundir.directory import RunDirectory
 
-# The phases of a recovery, in order.
-NOTICING = "noticing"  # from the fault to the recorded end of the attempt
-WAITING = "waiting"  # until the last attempt begins: back-off, further failed attempts, the repeated command
-STARTING = "starting"  # until its first step is complete: imports, rendezvous, engine, loading
+# The phases of a recovery, in order: those of restart.json, and two more. Where no attempt records them, for
+# example because the command was repeated, "detect" includes "stop", "prepare" includes further failed
+# attempts, "start" includes the rendezvous, and "build" includes loading.
 REPEATING = "repeating"  # until the first step that no earlier attempt had completed
 PAUSED = "paused"  # the attempt went on by itself
-PHASES = (NOTICING, WAITING, STARTING, REPEATING, PAUSED)
+PHASES = (*RestartPhase, REPEATING, PAUSED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,29 +56,57 @@ def recovery_of(run: Path, witness: Path, moment: float) -> dict[str, Any] | Non
     A process may complete a few more steps before it notices the fault. If another process follows it, the
     next new step is the first that the follower completes and that process had not.
     """
-    rows = [row for row in read_witness(witness, 0) if "ended" in row]
+    recorded = list(read_witness(witness, 0))
+    rows = [row for row in recorded if "ended" in row]
     hit_pid = next((row["pid"] for row in reversed(rows) if row["time"] <= moment), None)
     followed = any(row["pid"] != hit_pid for row in rows if row["time"] > moment)
     lost = [row for row in rows if (row["pid"] == hit_pid if followed else row["time"] <= moment)]
     before = max((row["ended"] for row in lost), default=0)
-    ended = [(row["time"], row["ended"]) for row in rows if not followed or row["pid"] != hit_pid]
-    after = next(((seconds, step) for seconds, step in ended if seconds > moment and step > before), None)
+    ended = [row for row in rows if not followed or row["pid"] != hit_pid]
+    after = next((row for row in ended if row["time"] > moment and row["ended"] > before), None)
     if after is None:
         return None
-    whole = after[0] - moment
-    attempts = [attempt.times for attempt in RunDirectory(run).attempt_times()]
-    hit = max((number for number, times in enumerate(attempts) if times.began <= moment), default=None)
-    last = max((number for number, times in enumerate(attempts) if times.began <= after[0]), default=None)
-    repeated = sum(seconds > moment and step <= before for seconds, step in ended)
-    phases = {PAUSED: whole}
-    if hit is not None and last is not None and last > hit:
-        first_step = attempts[last].first_step or after[0]
-        points = (moment, attempts[hit].end, attempts[last].began, first_step, after[0])
-        phases = {
-            phase: max(0.0, later - earlier)
-            for phase, earlier, later in zip(PHASES, points, points[1:], strict=False)
-        }
-    return asdict(Recovery(seconds=whole, phases=phases, repeated=repeated))
+    repeated = sum(row["time"] > moment and row["ended"] <= before for row in ended)
+    start = [row for row in recorded if row["pid"] == after["pid"]]
+    phases = _phases(run, start, moment, after["time"]) or {PAUSED: after["time"] - moment}
+    return asdict(Recovery(seconds=after["time"] - moment, phases=phases, repeated=repeated))
+
+
+def _phases(run: Path, start: Sequence[Mapping[str, Any]], moment: float, after: float) -> dict[str, float]:
+    """Return the seconds of each phase between a fault and the end of the next new step, ``after``; empty if
+    the attempt went on.
+
+    Args:
+        start: rows of the process that completed that step.
+    """
+    directory = RunDirectory(run)
+    attempts = {number: read_times(directory.attempt_folder(number)) for number in directory.attempts()}
+    began = {number: times.began for number, times in attempts.items() if times is not None}
+    hit = max((number for number, when in began.items() if when <= moment), default=None)
+    last = max((number for number, when in began.items() if when <= after), default=None)
+    if hit is None or last is None or last == hit:
+        return {}
+    before, times, restart = attempts[hit], attempts[last], read_restart(directory.attempt_folder(last))
+    assert before is not None
+    assert times is not None
+    ends: list[tuple[str, float | None]]
+    if restart is not None and last == hit + 1:
+        ends = [*restart.ends]
+    else:
+        known = {name: row["time"] for row in start for name in ("connected", "resumed") if name in row}
+        ends = [
+            (RestartPhase.DETECT, before.end),
+            (RestartPhase.PREPARE, times.began),
+            (RestartPhase.START, known.get("connected")),
+            (RestartPhase.BUILD, known.get("resumed")),
+            (RestartPhase.FIRST_STEP, times.first_step),
+        ]
+    phases, earlier = {}, moment
+    for name, end in [*ends, (REPEATING, after)]:
+        if end is not None:
+            phases[str(name)] = max(0.0, end - earlier)
+            earlier = max(earlier, end)
+    return phases
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -10,6 +10,16 @@ from benchmarks.faults.recovery import PHASES, percentile
 
 BEGIN = "<!-- campaign: python benchmarks/campaign.py writes this table -->"
 END = "<!-- end of the campaign -->"
+# Faults after which the ranks are restarted at once, on one machine.
+DEATHS = ("rank-killed", "two-ranks-killed", "rank-segfault", "exception", "out-of-memory")
+# What restarts the ranks: launcher, and whether the run has standbys and snapshots in memory.
+RESTARTERS: Mapping[str, tuple[str, bool]] = {
+    "python, with standbys and snapshots in memory": ("python", True),
+    "python": ("python", False),
+    "torchrun": ("torchrun", False),
+    "deepspeed: the same command again": ("deepspeed", False),
+}
+STOCK = "torchrun, without the toolkit"
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -20,24 +30,44 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     found = {}
     for name in sorted({row["fault"] for row in rows}):
         mine = [row for row in rows if row["fault"] == name]
-        recoveries = [row["recovery"] for row in mine if row["recovery"] is not None]
-        seconds = [recovery["seconds"] for recovery in recoveries]
-        stock = [row["stock"]["seconds"] for row in mine if row.get("stock")]
-        recovered = [each for each in stock if each is not None]
         found[name] = {
             "cases": len(mine),
             "expected": mine[0]["expected"],
             "violated": sum(bool(row["violations"]) for row in mine),
-            "p50_seconds": percentile(seconds, 0.5) if seconds else None,
-            "p95_seconds": percentile(seconds, 0.95) if seconds else None,
-            "dominating_phase": dominating_phase(recoveries),
-            "repeated_steps_max": max((recovery["repeated"] for recovery in recoveries), default=None),
-            "stock_cases": len(stock),
-            "stock_recovered": len(recovered),
-            "stock_p50_seconds": percentile(recovered, 0.5) if recovered else None,
-            "stock_p95_seconds": percentile(recovered, 0.95) if recovered else None,
+            **_recovery_figures(mine),
         }
     return found
+
+
+def summarise_restarts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the figures of faults that kill ranks, on one machine, by what restarts the ranks."""
+    rows = [row for row in rows if row["fault"] in DEATHS and not row["missed"]]
+    found = {}
+    for name, (launcher, warm) in RESTARTERS.items():
+        mine = [row for row in rows if (row["launcher"], row["warm"]) == (launcher, warm)]
+        found[name] = {"cases": len(mine), **_recovery_figures(mine)}
+    stock = [row["stock"]["seconds"] for row in rows if row.get("stock")]
+    found[STOCK] = {"cases": len(stock), **_seconds_figures(stock)}
+    return {name: figures for name, figures in found.items() if figures["cases"]}
+
+
+def _recovery_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    recoveries = [row["recovery"] for row in rows if row["recovery"] is not None]
+    return {
+        **_seconds_figures([row["recovery"] and row["recovery"]["seconds"] for row in rows]),
+        "dominating_phase": dominating_phase(recoveries),
+        "repeated_steps_max": max((recovery["repeated"] for recovery in recoveries), default=None),
+    }
+
+
+def _seconds_figures(seconds: Sequence[float | None]) -> dict[str, Any]:
+    """Return the percentiles of cases; None: without a new step."""
+    known = [each for each in seconds if each is not None]
+    return {
+        "recovered": len(known),
+        "p50_seconds": percentile(known, 0.5) if known else None,
+        "p95_seconds": percentile(known, 0.95) if known else None,
+    }
 
 
 def dominating_phase(recoveries: Sequence[Mapping[str, Any]]) -> str | None:
@@ -60,24 +90,34 @@ def table(result: Mapping[str, Any]) -> str:
         f"Seed {result['seed']}, layouts {', '.join(result['layouts'])}, load average up to "
         f"{result['load']:.0f}: {cases} cases, {violated} with a violated invariant.",
         "",
-        "| Fault | Expected | Cases | Violated | Fault to next new step, p50 / p95 | Dominated by |"
-        " Stock torchrun, p50 / p95 |",
-        "|---|---|---|---|---|---|---|",
+        "| Fault | Expected | Cases | Violated | Fault to next new step, p50 / p95 | Dominated by |",
+        "|---|---|---|---|---|---|",
     ]
     for name, figures in classes.items():
-        stock = ""
-        if figures["stock_cases"]:
-            stock = f"{_seconds(figures, 'stock_')}; {figures['stock_recovered']} of {figures['stock_cases']}"
         lines.append(
             f"| {name} | {figures['expected']} | {figures['cases']} | {figures['violated']} | "
-            f"{_seconds(figures)} | {figures['dominating_phase'] or '-'} | {stock} |"
+            f"{_seconds(figures)} | {figures['dominating_phase'] or '-'} |"
+        )
+    lines += [
+        "",
+        f"Restarts after {', '.join(DEATHS)}:",
+        "",
+        "| Restarted by | Cases | Recovered | Fault to next new step, p50 / p95 | Dominated by |"
+        " Steps repeated |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, figures in result["restarts"].items():
+        most = figures.get("repeated_steps_max")
+        lines.append(
+            f"| {name} | {figures['cases']} | {figures['recovered']} | {_seconds(figures)} | "
+            f"{figures.get('dominating_phase') or '-'} | {'-' if most is None else f'at most {most}'} |"
         )
     left_out = "; ".join(f"{name} ({why})" for name, why in result["left_out"].items())
     return "\n".join([*lines, "", f"Left out: {left_out}."])
 
 
-def _seconds(figures: Mapping[str, Any], prefix: str = "") -> str:
-    values = (figures[f"{prefix}p50_seconds"], figures[f"{prefix}p95_seconds"])
+def _seconds(figures: Mapping[str, Any]) -> str:
+    values = (figures["p50_seconds"], figures["p95_seconds"])
     return "-" if None in values else f"{values[0]:.1f} / {values[1]:.1f} s"
 
 

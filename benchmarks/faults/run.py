@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import psutil
 
-from benchmarks.faults.cases import LAYOUTS, MODEL, STEP_SECONDS, STEPS, Case, RunLayout
+from benchmarks.faults.cases import LAYOUTS, MEMORY_EVERY, MODEL, STEP_SECONDS, STEPS, Case, RunLayout
 from benchmarks.faults.catalogue import FAULTS, Expected, FaultClass
 from benchmarks.faults.invariants import End, Evidence, violations_of
 from benchmarks.faults.processes import (
@@ -32,6 +32,7 @@ from benchmarks.faults.processes import (
     start,
 )
 from benchmarks.faults.recovery import read_witness, recovery_of
+from toolkit import checkpoint_folder
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.errors import InputError
 from toolkit.rows import read_rows
@@ -93,6 +94,7 @@ class LiveRun:
         self.witness = (self.nodes.shared if self.nodes is not None else folder) / "witness"
         self.witness.mkdir()
         self.directory = RunDirectory(self.disk / "run")
+        self._hold = self.witness / "hold"
         self.environ = {"FAULT_WITNESS": str(self.witness), "FAULT_STEP_SECONDS": str(STEP_SECONDS)}
         if self.nodes is None:
             self.temporary = folder / "tmp"
@@ -104,6 +106,7 @@ class LiveRun:
             *MODEL,
             *self.layout.overrides,
             *(self.fault.overrides if self.fault is not None else ()),
+            *warm_overrides(self.case),
             f"data.path={self.data}",
             f"run.dir={self.directory.path}",
             *extra,
@@ -124,6 +127,16 @@ class LiveRun:
         with suppress(psutil.NoSuchProcess):
             self.ranks[rank].send_signal(number)
 
+    def hold_after(self, step: int) -> None:
+        """Let rank 0 wait after ``step`` until :meth:`release`."""
+        self._hold.write_text(str(step))
+
+    def release(self) -> None:
+        self._hold.unlink()
+
+    def has_standbys(self) -> bool:
+        return len(self.started.standbys()) == self.layout.ranks
+
     def order(self, kind: str, ranks: Sequence[int], step: int) -> None:
         """Let ``ranks`` carry out a fault at ``step``, or after their current step."""
         temporary = self.witness / "order.writing"
@@ -136,6 +149,20 @@ class LiveRun:
 
     def newest_checkpoint(self) -> Path | None:
         return self.directory.newest_checkpoint()
+
+    def memory_folders(self) -> list[Path]:
+        """Return the folders of snapshots in memory of all attempts, in order; of warm cases."""
+        if not self.case.warm:
+            return []
+        files = [
+            self.directory.attempt_folder(number) / "handover.json" for number in self.directory.attempts()
+        ]
+        found = [json.loads(file.read_text())["memory"] for file in files if file.exists()]
+        return [Path(folder) for folder in dict.fromkeys(found) if folder is not None]
+
+    def newest_snapshot(self) -> Path | None:
+        snapshots = checkpoint_folder.committed_checkpoints(self.memory_folders()[-1])
+        return next(reversed(snapshots.values()), None)
 
     def wait_for(self, holds: Callable[[], bool], seconds: float = COMMAND_SECONDS) -> None:
         """Wait for a condition. Raises CaseFailed if the command ends first, or does not reach it in time."""
@@ -172,6 +199,12 @@ class LiveRun:
     def output_tail(self, characters: int = 3000) -> str:
         files = sorted((self.nodes.shared if self.nodes is not None else self.folder).glob("output*.txt"))
         return "\n".join(file.read_text(errors="replace")[-characters:] for file in files)
+
+
+def warm_overrides(case: Case) -> tuple[str, ...]:
+    if not case.warm:
+        return ()
+    return (f"cluster.standbys={LAYOUTS[case.layout].ranks}", f"checkpoint.memory_every={MEMORY_EVERY}")
 
 
 def describe(process: psutil.Process) -> str:
@@ -246,11 +279,16 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
             if fault.at_start:
                 needs_repair = True
                 fault.inject(run)
+            if case.warm:
+                run.hold_after(1 + int(case.moment))
             run.start()
             if not fault.at_start:
                 run.wait_for(lambda: run.step() >= 1)
                 run.find_ranks()
                 run.wait_for(lambda: run.step() >= 1 + int(case.moment))
+                if case.warm:
+                    run.wait_for(run.has_standbys)
+                    run.release()
                 time.sleep(STEP_SECONDS * (case.moment % 1))
                 run.moment, needs_repair = time.time(), True
                 fault.inject(run)
@@ -272,6 +310,7 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
             ends=tuple(ends),
             damaged_step=run.damaged_step,
             temporary=None if run.nodes is not None else run.temporary,
+            memory=tuple(run.memory_folders()),
             status_writable=fault.name not in ("disk-full", "disk-read-only"),
         )
         violations = violations_of(evidence)

@@ -6,11 +6,10 @@ import json
 import random
 import signal
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-
-import psutil
 
 from benchmarks.faults.cases import BATCH, LAYOUTS, SAVE_EVERY, STEP_SECONDS, STEPS, Case
 from benchmarks.faults.processes import POLL_SECONDS, ROOT, kill_all, launch_command, start
@@ -19,7 +18,7 @@ from toolkit.cluster.rank_processes import find_free_port
 
 SCRIPT = ROOT / "benchmarks" / "harness" / "restarting_baseline.py"
 KILLS = {"rank-killed": 1, "two-ranks-killed": 2}
-COMMAND_SECONDS = 120.0
+STEP_LIMIT_SECONDS, RECOVERY_LIMIT_SECONDS = 120.0, 60.0  # until the fault; from then to a new step
 # Without it torchrun of torch 2.13 gives restarted ranks the store of the dead ones, and they never connect.
 ENVIRON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 MODEL = {
@@ -38,9 +37,9 @@ def has_stock_side(case: Case) -> bool:
     return case.fault in KILLS and "-zero" in case.layout and case.layout.startswith("deepspeed")
 
 
-def run_stock(case: Case, folder: Path) -> dict[str, Any]:
-    """Kill the same number of ranks at the same step, and return the seconds to the next new step, or None
-    if the run did not recover.
+def run_stock(case: Case, folder: Path) -> dict[str, Any] | None:
+    """Kill the same number of ranks at the same step; return the ``seconds`` to the next new step, or None as
+    its value if the run did not recover. Returns None if the run had ended before the fault.
     """
     folder.mkdir(parents=True)
     layout = LAYOUTS[case.layout]
@@ -56,31 +55,36 @@ def run_stock(case: Case, folder: Path) -> dict[str, Any]:
     }
     (folder / "spec.json").write_text(json.dumps(spec))
     argv = launch_command("torchrun", SCRIPT, [str(folder / "spec.json")], layout.ranks, find_free_port())
-    mark, seconds = uuid4().hex, None
-    started = start(argv, folder / "output.txt", mark, ENVIRON)
-    deadline = time.monotonic() + COMMAND_SECONDS
+    mark = uuid4().hex
+    started = start(argv, folder / "output.txt", mark, {**ENVIRON, "TMPDIR": str(folder)})
 
-    def step() -> int:
-        return max((row["ended"] for row in read_witness(folder, 0)), default=0)
+    def rows(after: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Return the steps of rank 0, or those that another process made after the steps of ``after``."""
+        found = list(read_witness(folder, 0))
+        if after is None:
+            return found
+        reached = max(row["ended"] for row in found if row["pid"] == after["pid"])
+        return [row for row in found if row["pid"] != after["pid"] and row["ended"] > reached]
+
+    def wait(holds: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not holds() and started.code() is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return holds()
 
     try:
-        while step() < 1 + int(case.moment) and started.code() is None and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+        if not wait(lambda: len(rows()) > int(case.moment), STEP_LIMIT_SECONDS):
+            return None
         time.sleep(STEP_SECONDS * (case.moment % 1))
-        moment, before = time.time(), step()
         ranks = started.ranks()
+        if len(ranks) < layout.ranks:
+            return None
+        moment, hit = time.time(), rows()[-1]
         for rank in random.Random(case.seed).sample(sorted(ranks), KILLS[case.fault]):
             ranks[rank].send_signal(signal.SIGKILL)
-        while started.code() is None and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        after = [
-            row["time"] for row in read_witness(folder, 0) if row["time"] > moment and row["ended"] > before
-        ]
-        seconds = after[0] - moment if after else None
-    except (psutil.Error, ValueError):
-        pass  # the run ended before the fault: nothing was measured
+        recovered = wait(lambda: bool(rows(after=hit)), RECOVERY_LIMIT_SECONDS)
+        return {"seconds": rows(after=hit)[0]["time"] - moment if recovered else None}
     finally:
         kill_all(mark)
         for launcher in started.launchers:
             launcher.wait(timeout=20)
-    return {"seconds": seconds, "code": started.code()}

@@ -3,8 +3,10 @@
 The runs of benchmarks/campaign.py use both classes. ``FAULT_WITNESS`` names a folder outside of the run's:
 
     rank-N.jsonl     one row as each step begins (``samples``: their places in the order of the run) and one
-                     as it ends, with the process and the wall clock
+                     as it ends, with the process and the wall clock; before the first step, one when the
+                     ranks are connected, and one when the state is loaded
     order.json       a fault to carry out: {"kind", "ranks", "step"}; each rank obeys an order once
+    hold             a step; while the file exists, rank 0 waits after that step and after later ones
 
 The rows are independent of what the toolkit records, and compared with it.
 """
@@ -16,6 +18,7 @@ import os
 import resource
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from toolkit import Hook, NextTokenTask
 from toolkit.hooks import CompletedStep
 
 FOLDER, PAUSE = "FAULT_WITNESS", "FAULT_STEP_SECONDS"
+HOLD = "hold"
 CLOCK_JUMP_SECONDS = 3600.0
 SLOW_SYNC_SECONDS = 0.5
 MEMORY_ROOM, MEMORY_NEEDED = 64 << 20, 512 << 20  # bytes: what the limit leaves, and what the rank allocates
@@ -51,6 +55,12 @@ class Recording:
         """Append a row with one write, so that a killed process leaves complete rows only."""
         whole = {"pid": os.getpid(), "rank": self.rank, "time": real_time(), **row}
         os.write(self._rows, (json.dumps(whole) + "\n").encode())
+
+    def wait_while_held(self, step: int) -> None:
+        """Wait after ``step`` while the file ``hold`` exists, if it has this or an earlier step."""
+        with suppress(FileNotFoundError):
+            while self.rank == 0 and step >= int((self.folder / HOLD).read_text()):
+                time.sleep(0.02)
 
     def order(self, step: int, *kinds: str) -> str | None:
         """Return the kind of the order for this rank and step, if it is one of ``kinds`` and new."""
@@ -80,7 +90,15 @@ def recording() -> Recording:
 
 
 class WitnessTask(NextTokenTask):
-    """Predict the next token; record the samples of each step, and turn the loss into NaN if ordered."""
+    """Predict the next token; record the samples of each step, and turn the loss into NaN if ordered.
+
+    The task is built right after the process group.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        if os.environ.get(FOLDER):
+            recording().write({"connected": True})
 
     def collate(self, samples: Any) -> Mapping[str, torch.Tensor]:
         batch = dict(super().collate(samples))
@@ -118,6 +136,7 @@ class Witness(Hook):
                 time.time = lambda: real_time() + CLOCK_JUMP_SECONDS
             case "sync":
                 slow_down_sync()
+        record.wait_while_held(completed.step)
         time.sleep(float(os.environ.get(PAUSE, "0")))
 
 

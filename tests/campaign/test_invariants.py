@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.faults.cases import BATCH, STEPS
 from benchmarks.faults.invariants import End, Evidence, violations_of
-from benchmarks.faults.processes import MARK, kill_all, marked_processes, ranks_of
+from benchmarks.faults.processes import MARK, Started, kill_all, marked_processes, ranks_of
 from benchmarks.faults.recovery import recovery_of
 from tests.checkpoint.layouts import LAYOUTS, shards_of
 from tests.damage import flip_byte
@@ -27,6 +27,7 @@ from tests.waiting import wait_until
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
 from toolkit.goodput import AttemptTimes, write_times
+from toolkit.restart_phases import RestartPhase, RestartPhases, write_restart
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
@@ -50,7 +51,9 @@ def write_attempt(evidence: Evidence, number: int, first: int, last: int, began:
     """Write what an attempt records: one step per second, after a start of ten seconds."""
     directory = RunDirectory(evidence.run)
     for rank in range(2):
-        rows: list[dict[str, object]] = []
+        start = {"pid": 100 * number + rank, "rank": rank}
+        rows: list[dict[str, object]] = [{**start, "time": began + 4, "connected": True}]
+        rows += [{**start, "time": began + 9, "resumed": first}]
         for step in range(first + 1, last + 1):
             end = began + 10 + step - first
             who = {"pid": 100 * number + rank, "rank": rank, "time": end}
@@ -191,6 +194,12 @@ def temporary_checkpoint(evidence: Evidence) -> Evidence:
     return evidence
 
 
+def snapshots_in_memory(evidence: Evidence) -> Evidence:
+    folder = evidence.run.parent / "memory"
+    folder.mkdir()
+    return replace(evidence, memory=(folder, evidence.run.parent / "removed"))
+
+
 def many_files(evidence: Evidence) -> Evidence:
     for number in range(60):
         (RunDirectory(evidence.run).attempt_folder(1) / f"core-{number}").touch()
@@ -209,7 +218,7 @@ PLANTED: dict[str, tuple[Plant, str, str]] = {
         (lost_step, "samples", r"lost steps \[8\]"),
         (repeated_step, "samples", r"repeated steps \[8\]"),
         (other_samples, "samples", "other samples than planned in steps 20"),
-        (other_position, "samples", "records 7 consumed samples instead of 744"),
+        (other_position, "samples", "records 7 consumed samples instead of 504"),
         (other_loss, "losses", "metrics.jsonl: other losses in steps 20"),
         (other_loss_when_repeated, "losses", "attempts/001/metrics.jsonl: other losses in steps 12"),
         (damaged_checkpoint, "loads", "step-000000"),
@@ -217,11 +226,12 @@ PLANTED: dict[str, tuple[Plant, str, str]] = {
         (late_end, "processes", "command 1 did not end in time"),
         (orphan, "processes", "left 1 processes: 123 python"),
         (live_status, "status", "status running, although no process is left"),
-        (early_done, "status", "status done, step 29"),
+        (early_done, "status", "status done, step 19"),
         (no_reason, "status", "without a reason"),
         (absent_checkpoint, "status", "step-00000099, which does not exist"),
         (temporary_file, "leftovers", r"1 temporary files are left: \.status"),
         (temporary_checkpoint, "leftovers", r"checkpoints/\.tmp-step"),
+        (snapshots_in_memory, "leftovers", "memory is left in memory"),
         (many_files, "growth", "attempt 1 has 62 files"),
         (filled_temporary_folder, "growth", "TMPDIR has 1 entries: cache-1"),
     )
@@ -237,6 +247,25 @@ def test_planted_violation_is_found(planted: str, sound: Evidence) -> None:
     plant, name, sentence = PLANTED[planted]
     found = violations_of(plant(sound))
     assert any(re.search(sentence, text) for text in found.get(name, [])), found
+
+
+def test_standbys_are_no_ranks() -> None:
+    mark = f"test-{time.time_ns()}"
+    code = "import sys, time; open('/proc/self/comm', 'w').write(sys.argv[1]); time.sleep(60)"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, name], env={MARK: mark, "RANK": rank})
+        for name, rank in (("rank-0", "0"), ("standby-0", "0"), ("warm-up-1", "1"))
+    ]
+    try:
+        names = {"rank-0", "standby-0", "warm-up-1"}
+        wait_until(lambda: {process.name() for process in marked_processes(mark)} == names, 60)
+        found = Started(started, mark)
+        assert {rank: process.pid for rank, process in found.ranks().items()} == {0: started[0].pid}
+        assert [process.pid for process in found.standbys()] == [started[1].pid]
+    finally:
+        kill_all(mark)
+        for process in started:
+            process.wait()
 
 
 def test_orphans_are_found_by_their_environment(tmp_path: Path) -> None:
@@ -264,7 +293,26 @@ def test_recovery_has_the_phases_of_the_restart(sound: Evidence) -> None:
     assert found is not None
     assert found["seconds"] == pytest.approx(1043 - 1022.5)
     assert found["repeated"] == 2
-    assert found["phases"] == {"noticing": 0.0, "waiting": 8.0, "starting": 11.0, "repeating": 2.0}
+    assert found["phases"] == {
+        "detect": 0.0,
+        "prepare": 7.5,
+        "start": 4.0,
+        "build": 5.0,
+        "first step": 2.0,
+        "repeating": 2.0,
+    }
+
+
+def test_recovery_has_the_phases_that_the_restart_recorded(sound: Evidence) -> None:
+    restart = RestartPhases(1022.4).ended(RestartPhase.DETECT, 1022.9).ended(RestartPhase.STOP, 1024.0)
+    for phase, end in zip(list(RestartPhase)[2:], (1029, 1030, 1034, 1036, 1039, 1041), strict=True):
+        restart = restart.ended(phase, end)
+    write_restart(RunDirectory(sound.run).attempt_folder(2), restart)
+    found = recovery_of(sound.run, sound.witness, 1022.5)
+    assert found is not None
+    assert list(found["phases"]) == [*RestartPhase, "repeating"]
+    assert found["phases"]["detect"] == pytest.approx(0.4), "from the fault, not from the last look"
+    assert sum(found["phases"].values()) == pytest.approx(found["seconds"])
 
 
 def test_steps_that_the_stopping_process_completes_are_no_recovery(sound: Evidence) -> None:

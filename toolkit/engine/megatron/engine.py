@@ -49,10 +49,11 @@ Output = tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.
 
 def import_megatron(device: Device) -> None:
     """Import and patch Megatron-core for ``device``, without a process group."""
-    if device is Device.CPU:
-        cpu.enable()
-    patches.apply()
-    import toolkit.engine.megatron.build  # noqa: F401
+    with patches.without_wandb():
+        if device is Device.CPU:
+            cpu.enable()
+        patches.apply()
+        import toolkit.engine.megatron.build  # noqa: F401
 
 
 class MegatronEngine:

@@ -9,13 +9,32 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
 
 WEIGHT_GRADIENT_KERNELS = "fused_weight_gradient_mlp_cuda"  # the name of Apex's extension module
+
+
+@contextmanager
+def without_wandb() -> Iterator[None]:
+    """Hide W&B while Megatron-core is imported.
+
+    Its modules for inference import W&B if it is installed, although only inference logs to it. That delays
+    each rank's start and makes two temporary folders, which stay behind if the rank is killed.
+    """
+    if "wandb" in sys.modules:
+        yield
+        return
+    sys.modules["wandb"] = cast(Any, None)  # an import raises ModuleNotFoundError, as if it were absent
+    try:
+        yield
+    finally:
+        del sys.modules["wandb"]
 
 
 @functools.cache
