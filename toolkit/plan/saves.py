@@ -9,6 +9,15 @@ from toolkit.progress import quantity
 GIB = 2**30
 HOST_SHARE = 0.5  # of a node's memory, for offloaded states and the copies of all its ranks
 
+SNAPSHOTS = 2  # in memory: one is complete before the one before is removed
+
+
+def snapshot_copies(nodes: int) -> int:
+    """Return how many times the state of a node's ranks is in its file system in memory at most
+    (``checkpoint.memory_every``): several nodes have copies of another node's files.
+    """
+    return SNAPSHOTS if nodes == 1 else 2 * SNAPSHOTS
+
 
 def plan_saves(config: RunConfig, world: World, size: int | None, memory: MemoryPlan | None) -> SavePlan:
     """Decide ``checkpoint.background=null``, and the size of the copy.
