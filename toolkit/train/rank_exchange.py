@@ -82,7 +82,7 @@ class RankExchange:
         values: list[Any] = [value]
         if self.group is not None:
             dist.broadcast_object_list(values, src=source, group=self.group)
-        return values[0]  # type: ignore[no-any-return]
+        return values[0]
 
     def transfer(self, outgoing: FilePart | None, incoming: FilePart | None, share: float = 1.0) -> None:
         """Send a file and receive another one at the same time, in chunks. The peers call it too.

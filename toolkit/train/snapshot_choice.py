@@ -95,7 +95,7 @@ def choose_snapshot(nodes: Sequence[Sequence[FoundSnapshot]], progress: RunProgr
         nodes: the snapshots of each node.
     """
     candidates = {snapshot.key: snapshot for found in nodes for snapshot in found}
-    rejected = []
+    rejected: list[tuple[int, str]] = []
     for key in sorted(candidates, reverse=True):
         snapshot = candidates[key]
         if snapshot.step <= progress.saved:

@@ -17,6 +17,7 @@ import xxhash
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.catalog import DamagedFile
+from toolkit.checkpoint.catalog_reader import CatalogReader
 from toolkit.checkpoint.file_reader import verify_pieces
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.planner import ReadPlanner
@@ -61,7 +62,7 @@ class Snapshot:
     files: tuple[frozenset[str], ...]
     exchange: RankExchange
 
-    def reader(self, plan: RunPlan) -> StateReader:
+    def reader(self, plan: RunPlan) -> CatalogReader:
         """Return a reader of the files in ``folder``, which need not exist yet."""
         return source_from_manifest(self.folder, self.manifest, plan.shape).reader()
 
