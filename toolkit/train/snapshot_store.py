@@ -3,18 +3,18 @@
 Every node has a folder on tmpfs of its own (``rundir/memory.py``). A snapshot is a checkpoint whose files are
 spread over the nodes; each node has those of its ranks and those of the node before it in a ring:
 
-    node 0: step-00000120/ manifest.json, part-00000 (rank 0), part-00001 (rank 1)
-    node 1: step-00000120/ manifest.json, part-00001 (rank 1), part-00002 (rank 2)
-    node 2: step-00000120/ manifest.json, part-00002 (rank 2), part-00000 (rank 0)
+    node 0: step-00000120/ manifest.json, part-00000.safetensors and a copy of part-00002.safetensors
+    node 1: step-00000120/ manifest.json, part-00001.safetensors and a copy of part-00000.safetensors
+    node 2: step-00000120/ manifest.json, part-00002.safetensors and a copy of part-00001.safetensors
 
-(one rank a node, files are named ``.safetensors``; node 0 has a copy of the last node's file). So any node
-may be lost, or several that are not neighbours. The sequence in the background, of all ranks:
+with one rank a node. So any node may be lost, or several that are not neighbours. The sequence in the
+background, of all ranks:
 
     write the own file; exchange the list of pieces; send the own file to the partner, receive another one;
-    write the manifest, which is equal on all nodes; agree; rename the folder to its name; agree; remove older
-    snapshots
+    agree; write the manifest, which is equal on all nodes, and rename the folder to its name; agree; remove
+    older snapshots
 
-Between the two agreements a crash leaves the older snapshot, the newer one, or both, complete.
+So a crash at any time leaves the older snapshot, the newer one, or both, complete.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Save:
 
 
 class SnapshotStore:
-    """The snapshots of one run. Only the newest one is kept.
+    """The snapshots of one run. Only the newest one is kept. Creating the object is collective.
 
     Args:
         folder: this node's, on tmpfs.
@@ -73,6 +73,7 @@ class SnapshotStore:
         self.folder, self._exchange = folder, exchange
         self._host, self._saves = HostSnapshot(), 0
         self._remove_others(None)
+        exchange.gather(None)
 
     def save(
         self,
@@ -120,7 +121,8 @@ class SnapshotStore:
             if self._exchange.local_rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self._remove_others(save.step)
+        # No rank begins the next snapshot before the folders of this node have been removed.
+        self._agree(save, lambda: self._remove_others(save.step))
 
     def _agree(self, save: _Save, work: Callable[[], T]) -> list[T]:
         """Return the results of ``work`` on all ranks. Raises SaveFailed on all if it failed on one."""
