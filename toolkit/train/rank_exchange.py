@@ -135,11 +135,11 @@ class RankExchange:
 def _open_files(
     files: ExitStack, outgoing: FilePart | None, incoming: FilePart | None
 ) -> tuple[Any, Any, OSError | None]:
-    """Open both files without buffers; return None for one that there is not, or that cannot be opened."""
+    """Open both files; return None for one that there is not, or that cannot be opened."""
     source = target = error = None
     try:
         if outgoing is not None:
-            source = files.enter_context(outgoing.path.open("rb", buffering=0))
+            source = files.enter_context(outgoing.path.open("rb"))
         if incoming is not None:
             target = files.enter_context(incoming.path.open("wb"))
     except OSError as failed:
