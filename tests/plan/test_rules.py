@@ -397,12 +397,6 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         "train.on_spike=ignore",
     ),
     (
-        {"checkpoint": CheckpointConfig(memory_every=10)},
-        World(ranks=16, ranks_per_node=8, device=Device.CPU),
-        "checkpoint.memory_every",
-        "leave out checkpoint.memory_every",
-    ),
-    (
         {"model": MIXTRAL, "monitor__computation_every": 10, "parallel__expert": 2},
         CPU,
         "monitor.computation_every",

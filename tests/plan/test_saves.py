@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.plan.cases import run_config
 from toolkit.config.checkpoint import CheckpointConfig
 from toolkit.config.schema import Precision
 from toolkit.errors import PlanError
+from toolkit.estimate.present import format_plan
 from toolkit.plan import make_plan
 from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.types import Device, RunPlan, World
@@ -52,3 +54,19 @@ def test_a_demanded_background_save_that_does_not_fit_is_refused() -> None:
     size = planned().saves.copy_bytes
     with pytest.raises(PlanError, match="copies the"):
         planned(background=True, staging_gib=(size - 1) / 2**30)
+
+
+def test_snapshots_in_memory_take_the_copy_and_two_snapshots_and_twice_those_on_several_nodes() -> None:
+    size = planned().saves.copy_bytes
+    assert planned().saves.snapshot_bytes == 0
+    assert planned(memory_every=10).saves.snapshot_bytes == 3 * size
+    nodes = replace(GPU, ranks_per_node=1)
+    assert planned(nodes, memory_every=10).saves.snapshot_bytes == 5 * size
+    assert planned(replace(GPU, host_memory_bytes=16 * size), memory_every=10).saves.background
+    assert not planned(replace(GPU, host_memory_bytes=16 * size - 1), memory_every=10).saves.background
+
+
+def test_host_memory_of_snapshots_is_a_line_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    for every, shown in ((10, True), (0, False)):
+        Console().print(format_plan(planned(memory_every=every)))
+        assert ("host memory: snapshots" in capsys.readouterr().out) is shown

@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from toolkit.rundir.memory import MemoryFolder, remove_abandoned
+import pytest
+
+from toolkit.rundir import memory as memory_module
+from toolkit.rundir.memory import MemoryFolder, open_node_folder, remove_abandoned
 
 
 def test_folder_is_private_and_found_by_nothing_but_its_name(tmp_path: Path) -> None:
@@ -57,3 +60,50 @@ os.kill(os.getpid(), 9)
     assert remove_abandoned(tmp_path) == [unlocked]
     assert (tmp_path / "dmt-other").exists()
     alive.remove()
+
+
+def start_time(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def test_ranks_of_one_agent_find_the_same_private_folder_and_those_of_another_do_not(tmp_path: Path) -> None:
+    run, pid = tmp_path / "run", os.getpid()
+    folder = open_node_folder(run, pid, "7", tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert open_node_folder(run, pid, "7", tmp_path) == folder
+    others = {
+        open_node_folder(run, pid, "8", tmp_path),
+        open_node_folder(run, pid + 1, "7", tmp_path),
+        open_node_folder(tmp_path / "other", pid, "7", tmp_path),
+    }
+    assert len(others | {folder}) == 4
+
+
+def test_folder_that_others_can_read_or_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    folder = open_node_folder(tmp_path / "run", 1, "7", tmp_path)
+    folder.chmod(0o755)
+    with pytest.raises(PermissionError, match="not a private folder"):
+        open_node_folder(tmp_path / "run", 1, "7", tmp_path)
+    folder.rmdir()
+    (tmp_path / "private").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "private")
+    with pytest.raises(PermissionError, match="not a private folder"):
+        open_node_folder(tmp_path / "run", 1, "7", tmp_path)
+
+
+def test_next_start_removes_folders_of_agents_that_have_ended_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    alive = open_node_folder(tmp_path / "run", agent.pid, start_time(agent.pid), tmp_path)
+    reused = open_node_folder(tmp_path / "run", agent.pid, "0", tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(memory_module, "_pid_namespace", lambda: "1")
+        unknown = open_node_folder(tmp_path / "run", agent.pid, "0", tmp_path)
+    assert remove_abandoned(tmp_path) == [reused], "another process has the PID of its agent"
+    agent.kill()
+    agent.wait()
+    assert remove_abandoned(tmp_path) == [alive]
+    assert unknown.exists(), "its agent may live in another container"
+    os.utime(unknown, (0, 0))
+    assert remove_abandoned(tmp_path) == [unknown]

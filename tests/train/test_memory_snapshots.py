@@ -2,7 +2,8 @@
 
     pytest tests/train/test_memory_snapshots.py
 
-``tests/launch/test_warm_restarts.py`` restarts runs from snapshots.
+``tests/launch/test_warm_restarts.py`` restarts runs from snapshots, ``test_partner_copies.py`` those of
+several nodes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from toolkit.checkpoint.shard import Box, Shard, TensorKey
 from toolkit.checkpoint_folder import committed_checkpoints
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.memory_snapshots import MemorySnapshots
+from toolkit.train.rank_exchange import open_exchange
 from toolkit.train.state import StateWriter
 
 
@@ -35,7 +37,8 @@ def test_rollback_removes_the_snapshots_and_repeated_steps_are_kept_again(tmp_pa
     memory = tmp_path / "memory"
     memory.mkdir()
     context = context_of(tiny_plan(checkpoint__memory_every=2), tmp_path)
-    snapshots = MemorySnapshots(StateWriter(context, engine, stream, lambda: None), memory)  # type: ignore[arg-type]
+    writer = StateWriter(context, engine, stream, lambda: None)  # type: ignore[arg-type]
+    snapshots = MemorySnapshots(writer, memory, open_exchange(0, 1, 1))
     for step in range(1, 5):
         snapshots.on_step(completed_step(step))
     snapshots.on_rollback(tmp_path / "checkpoints" / "step-00000001")

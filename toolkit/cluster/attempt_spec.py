@@ -14,6 +14,7 @@ from typing import Any
 from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world
 from toolkit.cluster.job import FROZEN, resolve_from_files
 from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.node_memory import restarts_ranks
 from toolkit.cluster.node_range import check_node_range
 from toolkit.cluster.stop_request import process_start_time
 from toolkit.commands import command_line
@@ -41,7 +42,7 @@ class AttemptSpec:
     world: World
     attempt: int
     data: str | None = None  # folder of the prepared data that the run reads
-    memory: str | None = None  # folder of snapshots in memory, if the supervisor has one
+    memory: str | None = None  # this node's folder of snapshots in memory, if it has one
     restart: RestartPhases | None = None  # of an attempt that the supervisor started after a failure
 
     def restart_phase_ended(self, phase: RestartPhase) -> AttemptSpec:
@@ -227,18 +228,19 @@ def log_start(plan: RunPlan, attempt: int, launch: Launch) -> None:
 
 
 def find_memory_warnings(plan: RunPlan, launch: Launch) -> list[Problem]:
-    """Warn that nothing will read snapshots in memory: only the supervisor restarts from them."""
+    """Warn that nothing will read snapshots in memory: what started the ranks does not restart them."""
     every, restarts = plan.config.checkpoint.memory_every, plan.config.cluster.restarts
-    if not every or (launch.launcher is Launcher.NONE and restarts > 0):
+    alone = launch.launcher is Launcher.NONE
+    if not every or (alone and restarts > 0) or restarts_ranks(launch):
         return []
-    where = "cluster.restarts=0" if launch.launcher is Launcher.NONE else f"started by {launch.launcher}"
+    where = "cluster.restarts=0" if alone else f"started by {launch.launcher} without restarts"
     return [
         Problem(
             "checkpoint.memory_every",
             f"checkpoint.memory_every={every}, {where}",
-            "only the process of plain python that restarts ranks (cluster.restarts > 0) continues from "
-            "snapshots in memory; none are taken",
-            "start with plain python, or leave out checkpoint.memory_every",
+            "ranks continue from snapshots in memory if plain python (cluster.restarts > 0) or torchrun "
+            "(--max-restarts > 0) restarts them; otherwise none are taken",
+            "start with plain python or torchrun --max-restarts=3, or leave out checkpoint.memory_every",
             Severity.WARNING,
         )
     ]

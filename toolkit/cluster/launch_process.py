@@ -14,6 +14,7 @@ from toolkit.cluster.elastic_stop import SAVE_SECONDS, agree_after_stop
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.machine_info import MachineInfo, detect_machine
+from toolkit.cluster.node_memory import node_memory
 from toolkit.cluster.output_log import tee_output
 from toolkit.cluster.preemption import watch_preemption
 from toolkit.cluster.process_environment import set_cuda_defaults, set_run_defaults, set_thread_default
@@ -88,11 +89,17 @@ def launch_process(
     if launch.local_rank == 0:
         watch_preemption(plan.config.cluster.notice, partial(stop.request, leaves=True))
     spec = spec.restart_phase_ended(RestartPhase.START)
-    with rendezvous.process_group(plan.world.device):
+    code = ExitCode.DONE
+    with (
+        node_memory(plan, launch, lambda: (code, exit_handler.after_stop)) as memory,
+        rendezvous.process_group(plan.world.device),
+    ):
+        if memory is not None:
+            spec = replace(spec, memory=str(memory))
         code = callbacks.train(plan, launch, spec.restart_phase_ended(RestartPhase.RENDEZVOUS), stop)
         if code is ExitCode.STOPPED and launch.node_range is not None:
             exit_handler.after_stop = agree_after_stop(launch, rendezvous, stop)
-        return code
+    return code
 
 
 def _arm(stop: StopRequest, launch: Launch, grace_seconds: float) -> None:

@@ -51,8 +51,9 @@ class CheckpointConfig:
     GPUs and used again by every save. A rank with more state writes in the foreground.
     """
     memory_every: int = 0
-    """Interval in steps between snapshots of the state in this machine's memory (/dev/shm), from which a
-    restart by the parent process continues if they are newer than the newest checkpoint; 0: none. One node.
+    """Interval in steps between snapshots of the state in the memory of the nodes (/dev/shm), from which a
+    restart continues if they are newer than the newest checkpoint; 0: none. On several nodes each file is
+    also copied to another node.
     """
     url: str | None = None
     """Also keep checkpoints in an object store: s3://BUCKET/PREFIX, gs:// or az://, uploaded in the

@@ -356,12 +356,14 @@ def _memory_table(plan: RunPlan) -> RenderableType:
     shown.add_section()
     of = f"   of {_gb(have)} ({memory.device_total / have:.0%})" if have else ""
     shown.add_row("total", f"{_gb(memory.device_total)}{of}", style="bold")
-    if memory.host or memory.nvme or plan.saves.copy_bytes:
+    if memory.host or memory.nvme or plan.saves.copy_bytes or plan.saves.snapshot_bytes:
         shown.add_section()
         if memory.host or memory.nvme:
             shown.add_row("offloaded to host memory", _gb(memory.host))
         if plan.saves.copy_bytes:
             shown.add_row("host memory: copy of a save", _gb(plan.saves.copy_bytes))
+        if plan.saves.snapshot_bytes:
+            shown.add_row("host memory: snapshots", _gb(plan.saves.snapshot_bytes))
         if memory.nvme:
             shown.add_row("offloaded to NVMe", _gb(memory.nvme))
     return shown

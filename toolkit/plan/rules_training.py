@@ -254,16 +254,6 @@ def rollbacks_are_possible(ctx: RuleContext) -> Iterator[Problem]:
         )
 
 
-def memory_snapshots_need_one_node(ctx: RuleContext) -> Iterator[Problem]:
-    if ctx.config.checkpoint.memory_every and ctx.world.nodes > 1:
-        yield make_error(
-            ctx.config,
-            "checkpoint.memory_every cluster.nodes",
-            "snapshots in memory are kept on one node, and its loss would lose them",
-            "leave out checkpoint.memory_every",
-        )
-
-
 def fork_excludes_resume(ctx: RuleContext) -> Iterator[Problem]:
     config = ctx.config
     if config.run.fork is not None and config.resume not in ("auto", "never"):
@@ -290,7 +280,6 @@ RULES: tuple[Rule, ...] = (
     tracked_metrics_are_evaluated,
     checkpoints_are_written,
     rollbacks_are_possible,
-    memory_snapshots_need_one_node,
     fork_excludes_resume,
     mixture_has_sources,
     only_text_has_documents,

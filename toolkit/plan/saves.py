@@ -9,6 +9,15 @@ from toolkit.progress import quantity
 GIB = 2**30
 HOST_SHARE = 0.5  # of a node's memory, for offloaded states and the copies of all its ranks
 
+SNAPSHOTS = 2  # in memory: one is complete before the one before is removed
+
+
+def snapshot_copies(nodes: int) -> int:
+    """Return how many times the state of a node's ranks is in its file system in memory at most
+    (``checkpoint.memory_every``): several nodes have copies of another node's files.
+    """
+    return SNAPSHOTS if nodes == 1 else 2 * SNAPSHOTS
+
 
 def plan_saves(config: RunConfig, world: World, size: int | None, memory: MemoryPlan | None) -> SavePlan:
     """Decide ``checkpoint.background=null``, and the size of the copy.
@@ -21,9 +30,13 @@ def plan_saves(config: RunConfig, world: World, size: int | None, memory: Memory
         size: bytes of a rank's state (:func:`toolkit.plan.checkpoint_size.rank_state_bytes`).
     """
     wanted, bound = config.checkpoint.background, int(config.checkpoint.staging_gib * GIB)
+    # the copy of the state that is being written, and the snapshots
+    snapshots = (1 + snapshot_copies(world.nodes)) * (size or 0) if config.checkpoint.memory_every else 0
 
     def foreground(reason: str) -> SavePlan:
-        return SavePlan(background=False, reason=reason, copy_bytes=0, staging_bytes=bound)
+        return SavePlan(
+            background=False, reason=reason, copy_bytes=0, staging_bytes=bound, snapshot_bytes=snapshots
+        )
 
     if wanted is False:
         return foreground("checkpoint.background=false")
@@ -35,10 +48,12 @@ def plan_saves(config: RunConfig, world: World, size: int | None, memory: Memory
         )
     if wanted is None and size is not None and world.host_memory_bytes is not None:
         ranks = min(world.ranks, world.ranks_per_node)
-        needed = ranks * (size + (memory.host if memory is not None else 0))
+        needed = ranks * (size + snapshots + (memory.host if memory is not None else 0))
         if needed > HOST_SHARE * world.host_memory_bytes:
             return foreground(
                 f"copies of all ranks of a node would need more than {HOST_SHARE:.0%} of its memory"
             )
     reason = "on GPUs" if wanted is None else "checkpoint.background=true"
-    return SavePlan(background=True, reason=reason, copy_bytes=size or 0, staging_bytes=bound)
+    return SavePlan(
+        background=True, reason=reason, copy_bytes=size or 0, staging_bytes=bound, snapshot_bytes=snapshots
+    )

@@ -154,12 +154,14 @@ class SavePlan:
         reason: for it, as half a sentence.
         copy_bytes: of the copy on each rank; 0 without one, or if it is not known.
         staging_bytes: the most that a rank copies; one with more state saves in the foreground.
+        snapshot_bytes: of snapshots in memory, for each rank of a node; 0 without them, or if not known.
     """
 
     background: bool
     reason: str
     copy_bytes: int
     staging_bytes: int
+    snapshot_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from toolkit.train.memory_snapshots import MemorySnapshots
 from toolkit.train.metric_tracking import BestCheckpoints, EarlyStopping
 from toolkit.train.metrics import EvaluationMetrics
 from toolkit.train.nonfinite import finite_on_all_ranks
+from toolkit.train.rank_exchange import RankExchange
 from toolkit.train.rollback import Rollback
 from toolkit.train.save_deadline import SaveDeadline
 from toolkit.train.saving import Checkpoints, SaveTimer
@@ -118,13 +119,19 @@ def _default_task(plan: RunPlan, data: RunData) -> Task:
 
 
 def build_hooks(
-    training: Training, started: float, *, memory: Path | None = None, restart: RestartPhases | None = None
+    training: Training,
+    started: float,
+    *,
+    memory: Path | None = None,
+    exchange: RankExchange | None = None,
+    restart: RestartPhases | None = None,
 ) -> TrainingHooks:
     """Build the hooks in the order in which the loop calls them.
 
     Args:
         started: ``time.monotonic()`` when the run started.
-        memory: folder of snapshots in memory; None: none are taken.
+        memory: this node's folder of snapshots in memory; None: none are taken.
+        exchange: for the snapshots; None without them.
         restart: the phases of the restart that started this attempt.
     """
     context, monitor, data = training.context, training.monitor, training.data
@@ -188,9 +195,9 @@ def build_hooks(
         best=best,
     )
     hooks.add(checkpoints)
-    if memory is not None:
+    if memory is not None and exchange is not None:
         on_blocked = (lambda seconds: None) if goodput is None else goodput.on_save_blocked
-        hooks.add(MemorySnapshots(writer, memory, on_blocked=on_blocked))
+        hooks.add(MemorySnapshots(writer, memory, exchange, on_blocked=on_blocked))
     if uploads is not None:
         hooks.add(uploads)  # after the hook that saves, so that the last checkpoint is uploaded too
     status = _add_progress_hooks(training, hooks, goodput) if goodput is not None else None

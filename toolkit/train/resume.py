@@ -20,6 +20,7 @@ from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.start_state import StartKind, resolve_start_state
 from toolkit.train import state
 from toolkit.train.rollback import Rollback, read_rollbacks, skipped_on_resume
+from toolkit.train.snapshot_restore import Snapshot
 from toolkit.train.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -73,12 +74,15 @@ def set_aside_later_checkpoints(
         )
 
 
-def find_resume_point(plan: RunPlan, directory: RunDirectory, later: Path | Url | None = None) -> ResumePoint:
+def find_resume_point(
+    plan: RunPlan, directory: RunDirectory, later: Url | None = None, snapshot: Snapshot | None = None
+) -> ResumePoint:
     """Find the resume point from the files, which is the same on every rank.
 
     Args:
-        later: a snapshot in memory, or a checkpoint of this run in its store, that is later than those in the
-            run's directory, if there is one.
+        later: a checkpoint of this run in its store that is later than those in the run's directory, if there
+            is one.
+        snapshot: a snapshot in memory that is later than both, if there is one.
 
     Raises:
         UserError: there is nothing to resume from, or it does not fit this run.
@@ -86,6 +90,8 @@ def find_resume_point(plan: RunPlan, directory: RunDirectory, later: Path | Url 
     newest = None
     if plan.config.resume == "auto":
         newest = later or newest_checkpoint(directory.checkpoints)
+    if snapshot is not None:
+        newest = snapshot.folder
     start = resolve_start_state(plan.config, newest)
     if start.path is None:
         pretrained = plan.config.model.pretrained
@@ -98,7 +104,10 @@ def find_resume_point(plan: RunPlan, directory: RunDirectory, later: Path | Url 
     checkpoint = start.path
     if isinstance(checkpoint, Path):
         checkpoint = find_checkpoint(checkpoint) or checkpoint
-    reader = open_reader(checkpoint, state.namespace(plan), plan.shape)
+    if snapshot is not None and checkpoint == snapshot.folder:
+        reader = snapshot.reader(plan)
+    else:
+        reader = open_reader(checkpoint, state.namespace(plan), plan.shape)
     if isinstance(checkpoint, Url):
         checkpoint = reader.path  # of the pointer
     restored, batch = state.restore(plan, reader, start.kind, checkpoint)

@@ -24,10 +24,10 @@ from toolkit.rundir.directory import RunDirectory
 from toolkit.train.build import Training, TrainingHooks, build_hooks, build_task, log_setup, make_step_sync
 from toolkit.train.finalize import TrainingOutcome, finish
 from toolkit.train.loop import train
-from toolkit.train.memory_snapshots import find_snapshot
 from toolkit.train.micro_batches import prefetches
 from toolkit.train.nonfinite import Diverged
 from toolkit.train.process_setup import freeze_gc, seed_everything
+from toolkit.train.rank_exchange import open_exchange
 from toolkit.train.resume import (
     earlier_rollbacks,
     find_resume_point,
@@ -36,6 +36,7 @@ from toolkit.train.resume import (
     set_aside_later_checkpoints,
 )
 from toolkit.train.rollback import roll_back
+from toolkit.train.snapshot_restore import find_snapshot
 from toolkit.train.uploads import open_checkpoint_store
 from toolkit.train.user_hooks import EndRequest
 from toolkit.train.user_task import build_metrics, build_user_task, describe_task
@@ -66,7 +67,8 @@ def run(
         launcher: name of what started the ranks, for the record.
         seconds_left: returns the time until this rank is killed after it was asked to stop; None if it was
             not asked, or will not be killed.
-        memory: folder of snapshots in memory, from which this attempt may continue and to which it writes.
+        memory: this node's folder of snapshots in memory, from which this attempt may continue and to which
+            it writes. None: this node has none, and then none are used on any node.
         restart: the phases of the restart that started this attempt, for the record.
 
     Returns:
@@ -84,10 +86,13 @@ def run(
         seed_everything(plan)
         all_reduce_flags = make_flag_reduce(plan.world.ranks)
         store = open_checkpoint_store(plan, directory, rank, attempt)
-        snapshot = find_snapshot(plan, directory, memory, rank, all_reduce_flags)
-        resume_point = find_resume_point(
-            plan, directory, snapshot or (store.newest if store is not None else None)
-        )
+        stored = store.newest if store is not None else None
+        exchange = snapshot = None
+        if plan.config.checkpoint.memory_every and not all_reduce_flags([memory is None])[0]:
+            assert memory is not None
+            exchange = open_exchange(rank, plan.world.ranks, plan.world.ranks_per_node)
+            snapshot = find_snapshot(plan, directory, memory, exchange, stored)
+        resume_point = find_resume_point(plan, directory, stored, snapshot)
         user_task = build_user_task(plan.config)
         plan = describe_task(replace(plan, batch=resume_point.batch), user_task)
         state = resume_point.state
@@ -116,6 +121,8 @@ def run(
         engine = build_engine(plan, task, rank=rank, local_rank=local_rank, recorder=monitor.recorder)
         monitor.hangs.beat("building the engine")
         restart = restart.ended(RestartPhase.BUILD) if restart is not None else None
+        if snapshot is not None:
+            snapshot.fetch(engine.load)
         engine.load(resume_point.reader)
         restart = restart.ended(RestartPhase.LOAD) if restart is not None else None
         if rank == 0:
@@ -137,7 +144,7 @@ def run(
             rollbacks,
             store,
         )
-        hooks = build_hooks(training, started, memory=memory, restart=restart)
+        hooks = build_hooks(training, started, memory=memory, exchange=exchange, restart=restart)
         restore_hooks(resume_point, hooks.all, rank=rank)
         outcome = fit(training, hooks)
         set_exit_code(outcome.code)

@@ -132,27 +132,33 @@ class StateWriter:
             shards: those of the engine.
             sound: as in :func:`scalars`.
         """
+        recorded = self.collect_scalars(step, sound=sound)
+        context = self.context
+        return store.save(
+            step,
+            shards,
+            recorded,
+            namespace=namespace(context.plan),
+            rank=context.rank,
+            ranks=context.ranks,
+            attempt=context.attempt,
+            background=background,
+            best=best,
+        )
+
+    def collect_scalars(self, step: int, *, sound: bool | None = None) -> dict[str, object]:
+        """Return what is recorded beside the tensors after ``step`` optimizer steps, as :func:`scalars`.
+        Collective.
+        """
         self.flush()
-        context, plan = self.context, self.context.plan
-        recorded = scalars(
-            plan,
+        return scalars(
+            self.context.plan,
             TrainState(step),
             self.stream.fingerprint(),
             self.stream.state(step),
             self.engine.scalars(),
             self.hook_states(),
             sound=sound,
-        )
-        return store.save(
-            step,
-            shards,
-            recorded,
-            namespace=namespace(plan),
-            rank=context.rank,
-            ranks=context.ranks,
-            attempt=context.attempt,
-            background=background,
-            best=best,
         )
 
 

@@ -21,10 +21,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from toolkit import checkpoint_folder
-from toolkit.checkpoint.file_reader import view_box
 from toolkit.checkpoint.online.commit import RankSave, SavePhase, run_save
-from toolkit.checkpoint.online.writing import HostSnapshot, WriteItem
-from toolkit.checkpoint.planner import boxes_to_write, shift_box
+from toolkit.checkpoint.online.writing import HostSnapshot, items_to_write
 from toolkit.checkpoint.shard import Shard
 
 log = logging.getLogger(__name__)
@@ -131,16 +129,7 @@ class CheckpointStore:
         if self._pending is not None and self._pending.path == target and self._pending.error is None:
             # this state is already saved: a periodic save may coincide with the end of the run
             return self._pending
-        outgoing = [
-            WriteItem(
-                shard.key,
-                shard.global_shape,
-                box,
-                view_box(shard.data.detach(), shift_box(box, [-o for o in shard.box.offset])),
-            )
-            for shard in shards
-            for box in boxes_to_write(shard)
-        ]
+        outgoing = items_to_write(shards)
         size = sum(item.data.numel() * item.data.element_size() for item in outgoing)
         if background and self._staging_bytes is not None and size > self._staging_bytes:
             log.warning(
@@ -167,7 +156,7 @@ class CheckpointStore:
             timeout_seconds=self._timeout_seconds,
             on_phase=self._on_phase,
         )
-        self._pending = PendingSave(target, _in_thread(lambda: run_save(save), f"checkpoint-{step}"), size)
+        self._pending = PendingSave(target, run_in_thread(lambda: run_save(save), f"checkpoint-{step}"), size)
         if not background:
             self._pending.wait()
         return self._pending
@@ -189,7 +178,7 @@ class CheckpointStore:
         self._pending = None
 
 
-def _in_thread(work: Callable[[], None], name: str) -> Future[float]:
+def run_in_thread(work: Callable[[], None], name: str) -> Future[float]:
     """Run ``work`` in a thread; the result is its duration in seconds.
 
     The thread is a daemon, unlike a pool's: a rank that dies of another error does not wait for its peers.

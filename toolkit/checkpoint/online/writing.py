@@ -16,7 +16,8 @@ from toolkit.checkpoint.catalog import BLOCK_BYTES, TensorPiece
 from toolkit.checkpoint.file_reader import view_box
 from toolkit.checkpoint.formats import safetensors
 from toolkit.checkpoint.manifest import FileRecord
-from toolkit.checkpoint.shard import Box, TensorKey, flat_boxes
+from toolkit.checkpoint.planner import boxes_to_write, shift_box
+from toolkit.checkpoint.shard import Box, Shard, TensorKey, flat_boxes
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,20 @@ class WriteItem:
     def name(self) -> str:
         """Name in the file's header, which describes the content without a manifest."""
         return f"{self.key}:{','.join(map(str, self.box.offset))}"
+
+
+def items_to_write(shards: Sequence[Shard]) -> list[WriteItem]:
+    """Return what this rank writes of its shards, as views of their memory. See ``boxes_to_write``."""
+    return [
+        WriteItem(
+            shard.key,
+            shard.global_shape,
+            box,
+            view_box(shard.data.detach(), shift_box(box, [-o for o in shard.box.offset])),
+        )
+        for shard in shards
+        for box in boxes_to_write(shard)
+    ]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
