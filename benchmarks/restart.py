@@ -129,13 +129,10 @@ class RunningTraining:
         found = {}
         for process in self.processes():
             try:
-                environ, waits = (
-                    process.environ(),
-                    process.name().startswith(("standby-", "warm-up-", "relay-")),
-                )
+                environ, name = process.environ(), process.name()
             except psutil.Error:
                 continue
-            if "RANK" in environ and not waits:
+            if "RANK" in environ and not name.startswith(("standby-", "warm-up-", "relay-")):
                 found[int(environ["RANK"])] = process
         return found
 
