@@ -283,7 +283,7 @@ def test_torchrun_restarts_both_nodes_in_standbys(data: Path, one_node: list[flo
                 return name in [process.name() for process in nodes[number].processes()]
 
             wait_for(
-                lambda: all(named(number, "standby-0") for number in range(2)) and has_trained(run, 3),
+                lambda: all(named(number, "standby-0") for number in range(2)) and run.saved_step() == 2,
                 300,
                 "ready",
                 *commands,
