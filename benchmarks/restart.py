@@ -8,7 +8,8 @@
 A model of 11 M parameters trains with ZeRO 1 on two ranks. The contenders take turns; in each turn a run
 starts, and ranks 0 and 1 are killed in turn after some steps:
 
-    torchrun   torchrun --max-restarts, from the newest checkpoint
+    torchrun   torchrun --max-restarts without standbys, from the newest checkpoint
+    relayed    the same with cluster.standbys=2: torchrun's workers hand their places to standbys
     cold       plain python with cluster.standbys=0
     warm       plain python with cluster.standbys=2: the ranks' places are taken by standbys
     memory     the same with checkpoint.memory_every: from the newest snapshot
@@ -66,7 +67,8 @@ KEYS = (
     "+hooks.marks.target=restart_marks.StepMoments",
 )
 CONTENDERS: dict[str, tuple[str, ...]] = {
-    "torchrun": (),
+    "torchrun": ("cluster.standbys=0",),
+    "relayed": (f"cluster.standbys={RANKS}",),
     "cold": ("cluster.standbys=0",),
     "warm": (f"cluster.standbys={RANKS}",),
     "memory": (f"cluster.standbys={RANKS}", f"checkpoint.memory_every={MEMORY_EVERY}"),
@@ -80,7 +82,7 @@ class RunningTraining:
         self.name, self.dir, self._marks = name, folder / "run", folder / "marks.txt"
         script = str(ROOT / "launch" / "train.py")
         overrides = [*KEYS, *CONTENDERS[name], f"run.dir={self.dir}", f"data.path={data}"]
-        if name == "torchrun":
+        if name in ("torchrun", "relayed"):
             argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
             argv += ["--max-restarts", "1000", "--master_port", str(find_free_port()), script, *overrides]
         else:
@@ -96,13 +98,21 @@ class RunningTraining:
         return self
 
     def __exit__(self, *_: object) -> None:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.kill()
-        for child in children:
-            child.kill()
+        processes = self.processes()
+        for process in processes:
+            process.kill()
         self.process.wait()
-        psutil.wait_procs(children)
+        psutil.wait_procs(processes)
         self._log.close()
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes of this run. Those of torchrun's standbys are no children of its agent."""
+        found = psutil.process_iter(["cmdline"])
+        return [
+            process
+            for process in found
+            if any(str(self.dir) in word for word in process.info["cmdline"] or ())
+        ]
 
     def moments(self) -> list[tuple[float, int]]:
         """Return time and number of each step so far, in order of time."""
@@ -122,22 +132,21 @@ class RunningTraining:
             time.sleep(0.02)
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Return the ranks, without standbys."""
+        """Return the ranks, without standbys and relays."""
         found = {}
-        for process in psutil.Process(self.process.pid).children(recursive=True):
+        for process in self.processes():
             try:
-                environ, waits = process.environ(), process.name().startswith(("standby-", "warm-up-"))
+                environ, name = process.environ(), process.name()
             except psutil.Error:
                 continue
-            if "RANK" in environ and not waits:
+            if "RANK" in environ and not name.startswith(("standby-", "warm-up-", "relay-")):
                 found[int(environ["RANK"])] = process
         return found
 
     def standbys_are_ready(self) -> bool:
         if self.name in ("torchrun", "cold"):
             return True
-        children = psutil.Process(self.process.pid).children()
-        return sum(child.name().startswith("standby-") for child in children) == RANKS
+        return sum(process.name().startswith("standby-") for process in self.processes()) == RANKS
 
     def kill_a_rank(self, rank: int, attempt: int) -> dict[str, Any]:
         """Kill ``rank`` of an attempt after some steps, and measure until the next new step."""

@@ -5,6 +5,7 @@ pytest tests/cluster/test_elastic_stop.py
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -92,9 +93,9 @@ def test_rank_reads_torchruns_rendezvous_and_closes_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         elastic_stop,
         "agent_command_line",
-        lambda: [*words.split()[:-1], f"--rdzv-endpoint=127.0.0.1:{port}", "train.py"],
+        lambda pid: [*words.split()[:-1], f"--rdzv-endpoint=127.0.0.1:{port}", "train.py"],
     )
-    seen = AgentRendezvous()
+    seen = AgentRendezvous(os.getppid())
     assert seen.count_waiting_nodes() == 0
     holder = agent._state_holder
     holder.sync()
@@ -109,6 +110,6 @@ def test_rank_reads_torchruns_rendezvous_and_closes_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         elastic_stop,
         "agent_command_line",
-        lambda: [*words.split()[:-1], f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "train.py"],
+        lambda pid: [*words.split()[:-1], f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "train.py"],
     )
-    assert AgentRendezvous().count_waiting_nodes() is None
+    assert AgentRendezvous(os.getppid()).count_waiting_nodes() is None

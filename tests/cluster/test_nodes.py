@@ -32,6 +32,7 @@ from tests.cluster.simulated_nodes import (
 )
 from tests.launch.processes import TRAIN, RunningCommand, command
 from tests.launch.tiny_runs import KEYS, STEPS, read_losses
+from toolkit.restart_phases import read_restart
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
@@ -264,6 +265,41 @@ def test_torchrun_restarts_both_nodes_after_a_killed_rank(
             assert wait_for_exit_codes(commands, 200) == [0, 0], commands[0].output + commands[1].output
         check_done(run, attempt=3)
         assert losses(run) == pytest.approx(one_node, abs=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_torchrun_restarts_both_nodes_in_standbys(data: Path, one_node: list[float], tmp_path: Path) -> None:
+    """Both nodes have a standby, since the one whose rank lives ends it as well."""
+    gate = "+hooks.gate.target=tests.launch.gated_steps.GatedSteps"
+    with two_nodes(tmp_path) as nodes:
+        copy_data(nodes, data)
+        run, opened = RunDirectory(nodes.shared / "run"), nodes.shared / "gate"
+        keys = [*words(nodes), "monitor.hang_seconds=600", "cluster.standbys=1", gate]
+        environ = {"GATE": str(opened), "GATE_STEP": "3"}
+        with run_on_both(nodes, "torchrun", TRAIN, *keys, environ=environ, restarts=1) as commands:
+
+            def named(number: int, name: str) -> bool:
+                return name in [process.name() for process in nodes[number].processes()]
+
+            wait_for(
+                lambda: all(named(number, "standby-0") for number in range(2)) and run.saved_step() == 2,
+                300,
+                "ready",
+                *commands,
+            )
+            for process in nodes[1].processes():
+                if process.environ().get("RANK") == "1" and not process.name().startswith("standby"):
+                    process.send_signal(signal.SIGKILL)
+            opened.touch()
+            wait_for(lambda: all(named(number, f"relay-{number}") for number in range(2)), 120, "relayed")
+            assert wait_for_exit_codes(commands, 300) == [0, 0], commands[0].output + commands[1].output
+            wait_for(lambda: not any(node.processes() for node in nodes), 60, "without orphans")
+        check_done(run, attempt=2)
+        assert losses(run) == pytest.approx(one_node, abs=1e-6)
+        restart = read_restart(run.attempt_folder(2))
+        assert restart is not None
+        assert (restart.ranks, restart.standbys) == (1, 1)
 
 
 @pytest.mark.full

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster.rank_processes import count_oom_kills, describe_oom_kills
+from toolkit.cluster.standbys import count_standbys
 from toolkit.cluster.supervisor import (
     MAX_DELAY_SECONDS,
     NewestState,
     NoRestart,
     Restart,
-    count_standbys,
     decide_restart,
     describe_restart,
     has_progressed,
@@ -117,7 +117,8 @@ def test_progress_is_a_step_that_no_attempt_had_reached(steps: list[int | None],
     ],
 )
 def test_number_of_standbys(config: ClusterConfig, device: Device, count: int) -> None:
-    assert count_standbys(config, World(ranks=4, ranks_per_node=4, device=device)) == count
+    world = World(ranks=8, ranks_per_node=4, device=device)
+    assert count_standbys(config, world, restarts=config.restarts) == count, "for the ranks of one node"
 
 
 def test_describe_restart() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.waiting import wait_until
 from toolkit.cluster.attempt_spec import AttemptSpec
+from toolkit.cluster.rank_order import RankOrder
 from toolkit.cluster.rank_processes import rank_variables
 from toolkit.cluster.standbys import StandbyPool
 from toolkit.cluster.stop_request import ProcessHandle
@@ -34,12 +35,14 @@ from toolkit.cluster.standbys import wait_for_rank
 def warm_up(plan):
     print("a library prints")
     assert os.environ["OMP_NUM_THREADS"] == "3", "set before anything is imported"
+    os.environ["LIBRARY"] = "sets this when it is imported"
     {warm_up}
     seen["threads"] = plan.config.debug.threads
     seen["priority"] = os.getpriority(os.PRIO_PROCESS, __import__("threading").get_native_id())
 
 seen = {{}}
-arguments = wait_for_rank(sys.argv[1:], warm_up)
+arguments = wait_for_rank(sys.argv[1:], warm_up).arguments
+assert sys.argv[1:] == arguments
 links = map("/proc/self/fd/{{}}".format, os.listdir("/proc/self/fd"))
 locks = [os.readlink(link) for link in links if os.path.exists(link)]
 seen |= {{
@@ -79,9 +82,9 @@ class Rig:
         )
 
     def take(self, rank: int) -> subprocess.Popen[bytes] | None:
-        return self.pool.take(
-            rank, rank_variables(rank, TWO, "12345"), Path("/next/handover.json"), self.lock
-        )
+        environ = {**os.environ, **rank_variables(rank, TWO, "12345")}
+        order = RankOrder(environ=environ, arguments=["--handover=/next/handover.json"])
+        return self.pool.take(rank, order, [self.lock])
 
     def seen(self) -> dict[str, Any]:
         wait_until(self.out.exists, SECONDS, "a rank")
@@ -99,8 +102,8 @@ def test_standby_becomes_the_rank(tmp_path: Path, capfd: pytest.CaptureFixture[s
     seen = rig.seen()
     assert seen["pid"] == seen["session"] == process.pid
     assert seen["arguments"] == ["--handover=/next/handover.json"]
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS")
-    assert [seen["environ"][name] for name in names] == ["1", "1", "2", "12345", "3"]
+    expected = {**os.environ, **rank_variables(1, TWO, "12345"), "LIBRARY": "sets this when it is imported"}
+    assert seen["environ"] == expected, "that of a new process, with what the imports have added"
     assert (seen["priority"], seen["main"]) == (19, os.getpriority(os.PRIO_PROCESS, 0))
     assert {signal.SIGINT, signal.SIGTERM} <= set(seen["blocked"]), "until the rank handles them"
     assert seen["locked"]

@@ -109,7 +109,7 @@ class RunningCommand:
                 environ = process.environ()
             except psutil.Error:
                 continue
-            if "RANK" in environ and not is_standby(process):
+            if "RANK" in environ and not is_standby(process) and not is_relay(process):
                 found[int(environ["RANK"])] = process
         return found
 
@@ -151,6 +151,14 @@ def is_standby(process: psutil.Process) -> bool:
     try:
         waits = any(word.startswith(STANDBY) for word in process.cmdline())
         return waits and not process.name().startswith("rank-")
+    except psutil.Error:
+        return False
+
+
+def is_relay(process: psutil.Process) -> bool:
+    """Return whether a process has handed its place as a rank to a standby."""
+    try:
+        return process.name().startswith("relay-")
     except psutil.Error:
         return False
 

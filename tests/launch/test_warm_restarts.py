@@ -1,4 +1,5 @@
 """Restarts by standbys and from snapshots in memory: whole commands whose ranks are killed at a known step.
+The supervisor restarts them, or torchrun.
 
 pytest tests/launch/test_warm_restarts.py                               one rank, plain PyTorch
 pytest tests/launch/test_warm_restarts.py -m "full or not full"         two ranks of both engines
@@ -27,6 +28,7 @@ from toolkit.rundir.status import RunState
 pytestmark = pytest.mark.timeout(900)
 STEPS, GATE_STEP, EVERY, ON_DISK = 8, 5, 2, 3  # memory has step 4 at the gate, and the disk step 3
 SECONDS = 400  # for anything, on a busy machine
+MEMORY = f"checkpoint.memory_every={EVERY}"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ FULL = pytest.mark.full
 class Run:
     """A run that waits after step ``GATE_STEP`` until :meth:`open_gate`."""
 
-    def __init__(self, layout: Layout, data: Path, folder: Path, *keys: str) -> None:
+    def __init__(
+        self, layout: Layout, data: Path, folder: Path, *keys: str, launcher: str = "python"
+    ) -> None:
         self.dir, self._gate, self._folder, self._ranks = (
             folder / "run",
             folder / "gate",
@@ -65,7 +69,9 @@ class Run:
             "+hooks.gate.target=tests.launch.gated_steps.GatedSteps",
             *keys,
         ]
-        self._argv = command("python", TRAIN, *overrides, ranks=layout.ranks)
+        self._argv = command(launcher, TRAIN, *overrides, ranks=layout.ranks)
+        if launcher == "torchrun":
+            self._argv[1:1] = ["--max-restarts", "3"]
 
     def start(self) -> RunningCommand:
         environ = {"GATE": str(self._gate), "GATE_STEP": str(GATE_STEP), "PYTHONPATH": str(ROOT)}
@@ -78,9 +84,13 @@ class Run:
         def waits() -> bool:
             status = read_status(self.dir)
             stepped = status is not None and status.step is not None
-            return stepped and self.snapshot() is not None and len(started.standbys()) == standbys
+            return stepped and self._has_saved() and len(started.standbys()) == standbys
 
         started.wait_until(waits, SECONDS, "at the gate with standbys")
+
+    def _has_saved(self) -> bool:
+        saved = RunDirectory(self.dir).saved_step() is not None
+        return saved and (MEMORY not in self._argv or self.snapshot() is not None)
 
     def snapshot(self) -> Path | None:
         """The folder of the newest snapshot in memory."""
@@ -91,7 +101,7 @@ class Run:
     def finish(self, started: RunningCommand, *, attempts: int = 2) -> None:
         """Open the gate for the attempt that follows, and wait for the end."""
         second = RunDirectory(self.dir).attempt_folder(attempts)
-        started.wait_until(lambda: (second / "handover.json").exists(), SECONDS, "restarted")
+        started.wait_until(lambda: (second / "plan.json").exists(), SECONDS, "restarted")
         self.open_gate()
         assert started.wait_for_exit(SECONDS) == 0, started.output
         started.wait_until_gone(30)
@@ -131,9 +141,6 @@ def unbroken(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         return found[layout]
 
     return losses
-
-
-MEMORY = f"checkpoint.memory_every={EVERY}"
 
 
 @pytest.mark.parametrize(
@@ -234,3 +241,86 @@ def test_killed_supervisor_leaves_no_process_and_no_snapshot_is_used(
         in started.output
     )
     assert not snapshot.parent.exists()
+
+
+# ---- torchrun
+
+
+@pytest.mark.parametrize(
+    "layout", [LOCAL, pytest.param(DEEPSPEED, marks=FULL), pytest.param(MEGATRON, marks=FULL)], ids=str
+)
+def test_torchrun_restarts_a_killed_rank_in_standbys(
+    layout: Layout, data: Path, unbroken: Callable[[Layout], list[float]], tmp_path: Path
+) -> None:
+    run = Run(layout, data, tmp_path, launcher="torchrun")
+    with run.start() as started:
+        run.wait_at_gate(started, standbys=layout.ranks)
+        waiting = {process.pid for process in started.standbys().values()}
+        send_signal(signal.SIGKILL, started.ranks()[layout.ranks - 1].pid)
+        run.open_gate()  # the other rank then notices
+        started.wait_until(lambda: run.resumed_from() is not None, SECONDS, "restarted")
+        ranks = {process.pid for process in started.ranks().values()}
+        assert ranks == waiting or started.process.poll() is not None
+        run.finish(started)
+    assert run.losses() == unbroken(layout)
+    assert run.resumed_from() == ON_DISK
+    phases = run.restart()
+    assert phases.standbys == phases.ranks == layout.ranks
+    assert [name for name, _ in phases.ends] == [name for name in RestartPhase if name != RestartPhase.DETECT]
+    assert phases.describe() in started.output
+    assert "snapshots in memory" not in started.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", ["standbys", "relay"])
+def test_torchrun_restarts_without_standbys_that_are_gone(
+    killed: str, data: Path, unbroken: Callable[[Layout], list[float]], tmp_path: Path
+) -> None:
+    """The control: the ranks start cold. A relay, of the second attempt, takes its rank with it."""
+    run = Run(DEEPSPEED, data, tmp_path, launcher="torchrun")
+    with run.start() as started:
+        run.wait_at_gate(started, standbys=2)
+        if killed == "standbys":
+            for process in started.standbys().values():
+                process.kill()
+        send_signal(signal.SIGKILL, started.ranks()[0].pid)
+        send_signal(signal.SIGKILL, started.ranks()[1].pid)
+        attempts = 2
+        if killed == "relay":
+            attempts = 3
+            second = RunDirectory(run.dir).attempt_folder(2)
+            started.wait_until(lambda: (second / "restart.json").exists(), SECONDS, "in the second attempt")
+            rank = started.ranks()[1]
+            relays = [process for process in started.processes() if process.name() == "relay-1"]
+            assert len(relays) == 1
+            relays[0].kill()
+            started.wait_until(lambda: not rank.is_running(), SECONDS, "without the rank of the relay")
+        run.finish(started, attempts=attempts)
+    assert run.losses() == unbroken(DEEPSPEED)
+    assert run.restart(2).standbys == (0 if killed == "standbys" else 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("attempt", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_stopped_agent_leaves_no_process(
+    number: signal.Signals, attempt: int, data: Path, tmp_path: Path
+) -> None:
+    """The ranks save and end; in the second attempt they are standbys that took over."""
+    run = Run(MEGATRON, data, tmp_path, launcher="torchrun")
+    with run.start() as started:
+        run.wait_at_gate(started, standbys=2)
+        if attempt == 2:
+            for rank in started.ranks().values():
+                send_signal(signal.SIGKILL, rank.pid)
+            second = RunDirectory(run.dir).attempt_folder(2)
+            started.wait_until(lambda: (second / "restart.json").exists(), SECONDS, "in the second attempt")
+            run.wait_at_gate(started, standbys=2)
+        send_signal(number, started.process.pid)
+        time.sleep(3)  # the ranks look every half second, and stop after the next step
+        run.open_gate()
+        started.wait_until_gone(SECONDS)
+        status = read_status(run.dir)
+        assert status is not None
+        assert (status.state, status.attempt, status.exit_code) == (RunState.STOPPED, attempt, 75)
+        assert status.checkpoint is not None

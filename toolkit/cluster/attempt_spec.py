@@ -43,7 +43,7 @@ class AttemptSpec:
     attempt: int
     data: str | None = None  # folder of the prepared data that the run reads
     memory: str | None = None  # this node's folder of snapshots in memory, if it has one
-    restart: RestartPhases | None = None  # of an attempt that the supervisor started after a failure
+    restart: RestartPhases | None = None  # of an attempt that follows another of the same command
 
     def restart_phase_ended(self, phase: RestartPhase) -> AttemptSpec:
         """Return a copy that records the end of a phase, if this is a restart."""
@@ -124,10 +124,15 @@ def start_attempt(
         plan = warn_about_budget(plan, device_hours=hours, completed=completed)
     if (jump := schedule_warning(plan.config, directory)) is not None:
         plan = replace(plan, warnings=(*plan.warnings, jump))
-    # A program of the user may be older than its training.
-    began = time.time() if isinstance(overrides, RunConfig) else process_start_time()
-    attempt = directory.begin(plan.config, to_json(plan), began=began)
-    return AttemptSpec(to_yaml(plan.config), plan.world, attempt), plan, directory
+    attempt = directory.begin(plan.config, to_json(plan), began=_start_time(overrides, launch))
+    return AttemptSpec(to_yaml(plan.config), plan.world, attempt, restart=launch.phases), plan, directory
+
+
+def _start_time(overrides: Sequence[str] | RunConfig, launch: Launch) -> float:
+    """Return when this attempt began, in seconds since 1970."""
+    if isinstance(overrides, RunConfig):
+        return time.time()  # a program of the user may be older than its training
+    return process_start_time() if launch.relay is None else launch.relay.began
 
 
 def count_earlier_starts(directory: RunDirectory, began: float | None) -> int:

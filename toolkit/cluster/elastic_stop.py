@@ -120,7 +120,7 @@ def agree_after_stop(launch: Launch, rendezvous: Rendezvous, stop: StopRequest) 
             return StopDecision(**{**message, "leaving": tuple(message["leaving"])})  # JSON has lists only
         names = [f"stopped/{node}" for node in range(launch.nodes)]
         stops = [NodeStop(**message) for message in rendezvous.receive(*names, seconds=REPORT_SECONDS)]
-        agents = AgentRendezvous()
+        agents = AgentRendezvous(launch.launcher_pid)
         decision = decide_after_stop(stops, agents.count_waiting_nodes())
         if not decision.continues:
             agents.close()
@@ -135,9 +135,13 @@ def agree_after_stop(launch: Launch, rendezvous: Rendezvous, stop: StopRequest) 
 class AgentRendezvous:
     """The rendezvous of torchrun's agents, as a rank sees it. Its state is read by torch, as the agents read
     it.
+
+    Args:
+        agent: PID of this rank's agent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, agent: int) -> None:
+        self._agent = agent
         self._handler: RendezvousHandler | None = None
 
     def count_waiting_nodes(self) -> int | None:
@@ -145,7 +149,7 @@ class AgentRendezvous:
         from torch.distributed.elastic.rendezvous import RendezvousError
 
         try:
-            self._handler = _connect()
+            self._handler = _connect(self._agent)
             return None if self._handler is None else self._handler.num_nodes_waiting()
         except (RendezvousError, RuntimeError) as error:
             log.warning("torchrun's rendezvous does not answer: %s", error)
@@ -160,15 +164,13 @@ class AgentRendezvous:
                 self._handler.set_closed()
 
 
-def _connect() -> RendezvousHandler | None:
-    """Connect to the rendezvous that the command line of this rank's agent names; None if the agent is not
-    torchrun.
-    """
+def _connect(pid: int) -> RendezvousHandler | None:
+    """Connect to the rendezvous that the command line of an agent names; None if it is not torchrun's."""
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
     from torch.distributed.run import parse_args, parse_min_max_nnodes
 
-    arguments = agent_arguments(agent_command_line())
+    arguments = agent_arguments(agent_command_line(pid))
     if arguments is None:
         return None
     agent = parse_args(arguments)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from toolkit.cluster.environment import read_launch
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.launch_process import RunCallbacks, launch_process
+from toolkit.cluster.relay import hand_over_to_standby
 from toolkit.cluster.standbys import is_standby, wait_for_rank
 from toolkit.cluster.stop_request import StopRequest, find_launchers
 from toolkit.logs import configure_logging
@@ -15,7 +16,7 @@ from toolkit.logs import configure_logging
 
 def run_entry_point(arguments: Sequence[str], callbacks: RunCallbacks, *, script: str) -> int:
     """Train, start the ranks that train, or run a sweep, depending on the arguments. A standby first waits
-    until it is needed.
+    until it is needed. A worker of torchrun first looks for a standby, to which it hands its place.
 
     Args:
         script: the file or module that every rank runs, if this process starts the ranks.
@@ -23,16 +24,21 @@ def run_entry_point(arguments: Sequence[str], callbacks: RunCallbacks, *, script
     Returns:
         the exit code.
     """
+    relay, phases = None, None
     if is_standby(arguments):
-        arguments = wait_for_rank(arguments, callbacks.warm_up)
+        order = wait_for_rank(arguments, callbacks.warm_up)
+        arguments, relay, phases = order.arguments, order.relay, order.restart
+    else:
+        phases = hand_over_to_standby(arguments, os.environ)
+    environ = dict(os.environ)
     stop = StopRequest()
     with ExitHandler(stop) as exit_handler:
-        launch, overrides = read_launch(os.environ, arguments)
+        launch, overrides = read_launch(environ, arguments, relay=relay, phases=phases)
         exit_handler.launch, stop.abort = launch, exit_handler.abort
         stop.install(find_launchers(launch))
         if {"-m", "--multirun"}.isdisjoint(overrides):
             exit_handler.code = launch_process(
-                launch, overrides, exit_handler, stop, callbacks, script=script
+                launch, overrides, exit_handler, stop, callbacks, script=script, environ=environ
             )
         else:
             from toolkit.cluster.sweep.run import sweep

@@ -15,6 +15,7 @@ from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.devices import normalise_gpu_name
 from toolkit.plan.types import Device, World
+from toolkit.restart_phases import RestartPhases
 
 HANDOVER = "--handover="  # option with which the supervisor passes each rank its attempt spec as a file
 
@@ -25,6 +26,20 @@ class Launcher(StrEnum):
     DEEPSPEED = "deepspeed"
     TORCHELASTIC = "torchrun"
     OTHER = "other"  # anything else that sets torch's environment variables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relay:
+    """The process that torchrun's agent started as a rank and whose place a standby has taken: relay.py.
+
+    Attributes:
+        agent: PID of the agent.
+        began: when it was started, in seconds since 1970.
+    """
+
+    pid: int
+    agent: int
+    began: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +59,13 @@ class Launch:
     # of torchrun --nnodes=MIN:MAX, which restarts the ranks when a node joins
     node_range: NodeRange | None = None
     handover: Path | None = None
+    relay: Relay | None = None  # between the agent and this process, if this was a standby of torchrun
+    phases: RestartPhases | None = None  # of the restart that torchrun began, if its standbys saw it
+
+    @property
+    def launcher_pid(self) -> int:
+        """PID of the process that started this rank, or the one whose place it took."""
+        return os.getppid() if self.relay is None else self.relay.agent
 
     @property
     def nodes(self) -> int:
@@ -54,7 +76,13 @@ class Launch:
         return self.rank // self.ranks_per_node
 
 
-def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[Launch, list[str]]:
+def read_launch(
+    environ: Mapping[str, str],
+    arguments: Sequence[str],
+    *,
+    relay: Relay | None = None,
+    phases: RestartPhases | None = None,
+) -> tuple[Launch, list[str]]:
     """Read the launch from the environment and return it with the remaining command-line arguments.
 
     ``deepspeed`` inserts ``--local_rank=N`` before the user's arguments; Hydra would reject it, so it is
@@ -100,10 +128,14 @@ def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[L
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart=(restart := int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))),
         restarts_left=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restart,
-        node_range=parse_node_range(environ, agent_command_line())
+        node_range=parse_node_range(
+            environ, agent_command_line(os.getppid() if relay is None else relay.agent)
+        )
         if launcher is Launcher.TORCHELASTIC
         else None,
         handover=handover,
+        relay=relay,
+        phases=phases,
     ), rest
 
 
@@ -280,11 +312,11 @@ def _smallest_gpu_memory(machine: MachineInfo) -> int | None:
     return min((size for size in sizes if size is not None), default=None) if None not in sizes else None
 
 
-def agent_command_line() -> list[str]:
-    """Return the command line of the process that started this one: torchrun's agent."""
+def agent_command_line(pid: int) -> list[str]:
+    """Return the command line of torchrun's agent."""
     import psutil
 
-    return psutil.Process(os.getppid()).cmdline()
+    return psutil.Process(pid).cmdline()
 
 
 def _read_text(environ: Mapping[str, str], name: str) -> str:

@@ -19,6 +19,7 @@ from toolkit.cluster.elastic_stop import AfterStop, StopDecision
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.output_log import unwrap_stream
 from toolkit.cluster.rendezvous import PeerExited, Rendezvous
+from toolkit.cluster.stop_request import parent_pid
 from toolkit.cluster.tracebacks import format_user_frames
 from toolkit.errors import ExitCode, InputError, UserError
 from toolkit.rundir.directory import RunDirectory
@@ -117,8 +118,8 @@ class ExitHandler:
         self.record(reason if self.code is not ExitCode.DONE else None)
         if error is not None and not isinstance(error, PeerExited) and self.rendezvous is not None:
             self.rendezvous.abort_peers(self.code)
-        if self._must_end_agent():
-            os.kill(self._parent, signal.SIGTERM)
+        if self._must_end_agent() and (agent := self._find_agent()) is not None:
+            os.kill(agent, signal.SIGTERM)
         if self.code is ExitCode.FAILURE and self.launch.rank == 0 and (text := self._describe_next_start()):
             print(text, file=sys.stderr, flush=True)
         return not self._raises
@@ -130,7 +131,7 @@ class ExitHandler:
         stop. The ranks of an elastic run are also stopped when a node joins or leaves, and then
         ``after_stop`` decides.
         """
-        if self.launch.local_rank != 0 or os.getppid() != self._parent:  # an agent that has died
+        if self.launch.local_rank != 0:
             return False
         if self.code is ExitCode.STOPPED and self.launch.node_range is not None:
             decision = self.after_stop
@@ -142,6 +143,13 @@ class ExitHandler:
             ExitCode.DIVERGED,
             ExitCode.STOPPED,
         )
+
+    def _find_agent(self) -> int | None:
+        """Return the PID of torchrun's agent; None if it has died, and another process adopted its child."""
+        relay = self.launch.relay
+        if relay is not None:
+            return relay.agent if parent_pid(relay.pid) == relay.agent else None
+        return self._parent if os.getppid() == self._parent else None
 
     def _describe_next_start(self) -> str:
         """Describe what happens after a failure; empty if the supervisor reports it."""
@@ -196,8 +204,7 @@ class ExitHandler:
         refused.
         """
         assert self.directory is not None
-        status = self.directory.status()
-        return status is not None and status.attempt == self.attempt and status.step is not None
+        return self.directory.has_stepped(self.attempt)
 
     def _takes_over(self) -> bool:
         """Return whether this rank, which is not rank 0, must record the end of the attempt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,8 +19,10 @@ from toolkit.cluster.output_log import tee_output
 from toolkit.cluster.preemption import watch_preemption
 from toolkit.cluster.process_environment import set_cuda_defaults, set_run_defaults, set_thread_default
 from toolkit.cluster.rendezvous import Rendezvous
+from toolkit.cluster.standby_server import count_standbys_of_launch, start_standbys_after_first_step
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.cluster.supervisor import needs_supervisor, supervise_ranks
+from toolkit.commands import python_arguments
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, file_errors
 from toolkit.logs import configure_logging
@@ -53,6 +55,7 @@ def launch_process(
     *,
     script: str,
     config: RunConfig | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> ExitCode:
     """Run this process's part of a training run.
 
@@ -60,6 +63,8 @@ def launch_process(
         overrides: the user's arguments; the same on every rank.
         config: the configuration, if it is already composed.
         script: the file or module that every rank runs, if this process starts them.
+        environ: the environment with which this process was started; None: it is a program of the user, whose
+            place no standby can take.
 
     Raises:
         UserError: a mistake in the configuration or input.
@@ -88,6 +93,8 @@ def launch_process(
     _arm(stop, launch, plan.config.cluster.grace_seconds)
     if launch.local_rank == 0:
         watch_preemption(plan.config.cluster.notice, partial(stop.request, leaves=True))
+    if environ is not None and (count := count_standbys_of_launch(plan.config.cluster, plan.world, launch)):
+        start_standbys_after_first_step(python_arguments(script), count, launch, spec, directory, environ)
     spec = spec.restart_phase_ended(RestartPhase.START)
     code = ExitCode.DONE
     with (
@@ -150,7 +157,7 @@ def _earliest_agent_start(launch: Launch, rendezvous: Rendezvous) -> float | Non
         return None
     import psutil
 
-    began = psutil.Process(os.getppid()).create_time()
+    began = psutil.Process(launch.launcher_pid).create_time()
     if launch.node_range is None or launch.nodes == 1:
         return began
     if launch.rank != 0:

@@ -62,8 +62,8 @@ class RankProcesses:
     Args:
         command: the script or module and its handover option; every rank runs it with this interpreter.
         keep: file descriptors that the ranks inherit.
-        take_standby: returns a warm process that becomes the rank with these environment variables, or None
-            to start a new process (``standbys.py``).
+        take_standby: returns a warm process that becomes the rank with this environment, or None to start a
+            new process (``standbys.py``).
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RankProcesses:
         environ: Mapping[str, str] = os.environ,
         keep: Sequence[int] = (),
         take_standby: Callable[[int, Mapping[str, str]], subprocess.Popen[bytes] | None] = (
-            lambda rank, variables: None
+            lambda rank, environ: None
         ),
     ) -> None:
         port = str(find_free_port())
@@ -87,10 +87,10 @@ class RankProcesses:
         self._oom_kills, self._out_of_memory = count_oom_kills(), ""
         try:
             for rank in range(world.ranks):
-                variables = rank_variables(rank, world, port)
-                process = take_standby(rank, variables)
+                own = {**environ, **inherited_form(), **rank_variables(rank, world, port)}
+                process = take_standby(rank, own)
                 if process is None:
-                    process = start_process(command, {**environ, **inherited_form(), **variables}, keep)
+                    process = start_process(command, own, keep)
                 self._processes.append(process)
                 with suppress(AttributeError, OSError):  # before Linux 5.3 the ends are polled
                     self._pidfds[rank] = os.pidfd_open(process.pid)

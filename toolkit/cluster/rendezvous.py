@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 import socket
 import time
@@ -331,5 +330,5 @@ def _launch_token(launch: Launch, overrides: Sequence[str]) -> str:
         Launcher.TORCHELASTIC,
         Launcher.SUPERVISOR,
     ):
-        token.append(str(os.getppid()))
+        token.append(str(launch.launcher_pid))
     return hashlib.sha256("\0".join(token).encode()).hexdigest()[:16]

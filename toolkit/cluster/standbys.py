@@ -2,22 +2,21 @@
 
 A restart replaces all ranks: the process groups of torch, and the global state of DeepSpeed and
 Megatron-core, cannot be rebuilt reliably within a process. Most of a new rank's start are imports, so the
-supervisor keeps standbys that have done them:
+owner of a pool, the supervisor or torchrun's standby server, keeps standbys that have done them:
 
-    supervisor                                  standby
+    owner                                       standby
     starts it after the first step       ->     imports, in a thread at low priority
                                          <-     ``ready``
-    restart: variables, handover, lock   ->
+    restart: order and descriptors       ->
                                          <-     ``taken``, and runs the path of every rank from its beginning
 
 Both ends of this conversation are here. A standby has no CUDA context and no process group. It ends when the
-supervisor does, because their socket closes. A standby that died, is stopped or is not ready is replaced by a
+owner does, because their socket closes. A standby that died, is stopped or is not ready is replaced by a
 process that starts cold.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
@@ -29,33 +28,45 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from toolkit.cluster.attempt_spec import AttemptSpec
 from toolkit.cluster.environment import HANDOVER, Launch
 from toolkit.cluster.machine_info import detect_machine
 from toolkit.cluster.process_environment import set_cuda_defaults, set_run_defaults
+from toolkit.cluster.rank_order import ORDER, READY, TAKEN, RankOrder, receive_message, send_message
 from toolkit.cluster.rank_processes import start_process
 from toolkit.commands import inherited_form
-from toolkit.plan.types import RunPlan
+from toolkit.config.cluster import ClusterConfig
+from toolkit.plan.types import Device, RunPlan, World
 
 log = logging.getLogger(__name__)
 
 STANDBY = "--standby="  # option with the descriptor of a standby's socket
-READY, TAKEN = b"ready", b"taken"
 TAKEN_SECONDS = 2.0  # a standby that does not answer within this time is stopped or starved
 LOW_PRIORITY = 19
-MESSAGE_BYTES = 1 << 16
 # The kernel kills standbys first if memory runs out. A process may take back what it added itself.
 OOM_SCORE, OOM_FIRST, OOM_USUAL = Path("/proc/self/oom_score_adj"), "1000", "0"
 PROCESS_NAME = Path("/proc/self/comm")  # as ps shows it
 
 
-# ---- the supervisor's end
+# ---- the owner's end
+
+
+def count_standbys(cluster: ClusterConfig, world: World, *, restarts: int) -> int:
+    """Return how many standbys to keep for the ranks of one machine.
+
+    Args:
+        restarts: how often failed ranks may be restarted; there are no standbys if they are not.
+    """
+    if not restarts:
+        return 0
+    if cluster.standbys is None:
+        return world.ranks_per_node if world.device is Device.CUDA else 0
+    return min(world.ranks_per_node, cluster.standbys)
 
 
 class StandbyPool:
-    """The standbys of one machine, at most one for each rank.
+    """The standbys of one machine, at most one for each of its ranks, which are numbered from 0.
 
     Args:
         command: the script or module that every rank runs.
@@ -87,20 +98,17 @@ class StandbyPool:
                 self._standbys.pop(rank).kill()
         return len(self._standbys)
 
-    def take(
-        self, rank: int, variables: Mapping[str, str], handover: Path, lock: int
-    ) -> subprocess.Popen[bytes] | None:
+    def take(self, rank: int, order: RankOrder, descriptors: Sequence[int]) -> subprocess.Popen[bytes] | None:
         """Turn the standby of ``rank`` into that rank; None if there is none that can.
 
         Args:
-            variables: environment variables of the rank.
-            handover: its attempt spec.
-            lock: descriptor of the run directory's lock, which a rank keeps.
+            descriptors: of files of which the rank gets copies: its standard streams, if it takes the place
+                of a relay, and otherwise any that it keeps open.
         """
         standby = self._standbys.pop(rank, None)
         if standby is None:
             return None
-        if standby.is_ready() and standby.hand_over(variables, handover, lock):
+        if standby.is_ready() and standby.hand_over(order, descriptors):
             return standby.process
         standby.kill()
         return None
@@ -131,12 +139,11 @@ class _Standby:
             self._ready = self._ready or self._socket.recv(len(READY), socket.MSG_DONTWAIT) == READY
         return self._ready
 
-    def hand_over(self, variables: Mapping[str, str], handover: Path, lock: int) -> bool:
+    def hand_over(self, order: RankOrder, descriptors: Sequence[int]) -> bool:
         """Send what makes the standby a rank; return whether it answers."""
-        message = json.dumps({"variables": dict(variables), "handover": str(handover)}).encode()
         self._socket.settimeout(TAKEN_SECONDS)
         try:
-            socket.send_fds(self._socket, [message], [lock])
+            send_message(self._socket, ORDER, order.to_json(), descriptors)
             taken = self._socket.recv(len(TAKEN)) == TAKEN
         except OSError:  # it died, or does not answer in time
             return False
@@ -156,11 +163,12 @@ def is_standby(arguments: Sequence[str]) -> bool:
     return any(word.startswith(STANDBY) for word in arguments)
 
 
-def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) -> list[str]:
-    """Prepare this process to be a rank, wait until it is needed, and return the rank's arguments.
+def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) -> RankOrder:
+    """Prepare this process to be a rank, wait until it is needed, and return its order, which is carried out
+    as far as the process itself is concerned.
 
-    The process ends here if the supervisor does, or if ``warm_up`` fails: a rank that starts cold would fail
-    in the same way and report it.
+    The process ends here if the owner of the pool does, or if ``warm_up`` fails: a rank that starts cold
+    would fail in the same way and report it.
 
     Args:
         warm_up: imports what the ranks of a plan need.
@@ -168,7 +176,7 @@ def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) 
     options = {word.partition("=")[0] + "=": word.partition("=")[2] for word in arguments}
     connection = socket.socket(fileno=int(options[STANDBY]))
     connection.set_inheritable(False)
-    orders: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[tuple[RankOrder, list[int]]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, orders), name="standby", daemon=True).start()
     rank = os.environ["RANK"]
     with suppress(OSError):  # a container may mount /proc read-only
@@ -176,70 +184,97 @@ def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) 
         OOM_SCORE.write_text(OOM_FIRST)
     priority = os.getpriority(os.PRIO_PROCESS, 0)
     with _silent_output():
-        error = _call_at_low_priority(lambda: _warm_up(Path(options[HANDOVER]), warm_up))
-    if error is not None:
+        imported, error = _call_at_low_priority(lambda: _warm_up(Path(options[HANDOVER]), warm_up))
+    if imported is None:
         print(f"the standby of rank {rank} could not start: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     with suppress(OSError):
         PROCESS_NAME.write_text(f"standby-{rank}")
-    with suppress(ConnectionError):  # the supervisor has ended, and the receiving thread ends this process
+    with suppress(ConnectionError):  # the owner has ended, and the receiving thread ends this process
         connection.send(READY)
-    order = orders.get()
-    os.environ.update(order["variables"])
+    order, descriptors = orders.get()
+    os.environ.clear()
+    os.environ.update({**order.environ, **imported})
+    sys.argv[1:] = order.arguments
+    if order.relay is not None:
+        _take_streams(descriptors)
+    if order.folder is not None:
+        os.chdir(order.folder)
     with suppress(OSError):
-        PROCESS_NAME.write_text(f"rank-{rank}")
+        PROCESS_NAME.write_text(f"rank-{os.environ['RANK']}")
         OOM_SCORE.write_text(OOM_USUAL)
-    _restore_priority(priority)
-    return [f"{HANDOVER}{order['handover']}"]
+    _restore_scheduling(priority, order.cores)
+    return order
 
 
-def _receive(connection: socket.socket, orders: queue.SimpleQueue[Mapping[str, Any]]) -> None:
+def _receive(connection: socket.socket, orders: queue.SimpleQueue[tuple[RankOrder, list[int]]]) -> None:
     """Wait for the order to become a rank, also during the imports."""
-    message = b""  # as at the end of the connection
-    with suppress(ConnectionError):  # the supervisor was killed and has not read READY
-        message, _lock, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
-    if not message:
+    word = b""  # as at the end of the connection
+    with suppress(ConnectionError):  # the owner was killed and has not read READY
+        word, content, descriptors = receive_message(connection)
+    if not word:
         os._exit(0)
-    orders.put(json.loads(message))
-    with suppress(OSError):  # the supervisor has ended: the rank notices
+    orders.put((RankOrder.from_json(content), descriptors))
+    with suppress(OSError):  # the owner has ended: the rank notices
         connection.send(TAKEN)
 
 
-def _warm_up(handover: Path, warm_up: Callable[[RunPlan], None]) -> None:
-    """Do what a rank does until it connects to the others, except that ``warm_up`` imports everything."""
+def _warm_up(handover: Path, warm_up: Callable[[RunPlan], None]) -> dict[str, str]:
+    """Do what a rank does until it connects to the others, except that ``warm_up`` imports everything.
+
+    Returns:
+        The environment variables that the imported libraries have set for themselves.
+    """
     plan = AttemptSpec.read(handover).plan()
     set_cuda_defaults(os.environ, plan)
     set_run_defaults(os.environ, Launch(), plan, detect_machine())
+    before = dict(os.environ)
     warm_up(plan)
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
-def _call_at_low_priority(work: Callable[[], None]) -> str | None:
-    """Call ``work`` in a thread at low priority, and return the traceback of its error.
+def _take_streams(descriptors: Sequence[int]) -> None:
+    """Replace the standard streams by those of the relay."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def _call_at_low_priority(work: Callable[[], dict[str, str]]) -> tuple[dict[str, str] | None, str]:
+    """Call ``work`` in a thread at low priority. Return its result, or None and the traceback of its error.
 
     Linux has a priority for each thread. The main thread keeps the usual one, because only a privileged
     process may raise a priority again.
     """
+    results: list[dict[str, str]] = []
     errors: list[str] = []
 
     def call() -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
         try:
-            work()
+            results.append(work())
         except BaseException:  # noqa: BLE001  the caller reports it
             errors.append(traceback.format_exc())
 
     thread = threading.Thread(target=call, name="warm-up")
     thread.start()
     thread.join()
-    return errors[0] if errors else None
+    return (None, errors[0]) if errors else (results[0], "")
 
 
-def _restore_priority(priority: int) -> None:
-    """Restore the priority of threads that libraries started during the imports, as far as it is allowed."""
+def _restore_scheduling(priority: int, cores: Sequence[int] | None) -> None:
+    """Restore the priority of threads that libraries started during the imports, as far as it is allowed, and
+    bind all threads to ``cores``.
+    """
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, int(task.name), priority)
+        if cores is not None:
+            with suppress(OSError):  # the thread has ended
+                os.sched_setaffinity(int(task.name), cores)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def process_start_time() -> float:
 
 
 def find_launchers(launch: Launch) -> list[ProcessHandle]:
-    """Return the launcher processes above this rank; if one dies, the rank should stop.
+    """Return the launcher processes above this rank, and its relay; if one dies, the rank should stop.
 
     ``deepspeed`` has two of them: the runner started by the user, and ``deepspeed.launcher.launch`` on each
     node. A signal ends only the runner. The shell above is not watched, so that nohup works.
@@ -68,12 +68,14 @@ def find_launchers(launch: Launch) -> list[ProcessHandle]:
     if launch.launcher is Launcher.NONE:
         return []
     launchers: list[ProcessHandle] = []
-    pid = os.getppid()
+    pid = launch.launcher_pid
     while (process := ProcessHandle.read(pid)) is not None and (not launchers or _is_deepspeed(pid)):
         launchers.append(process)
         if not _is_deepspeed(pid):
             break
-        pid = _parent_pid(pid)
+        pid = parent_pid(pid)
+    if launch.relay is not None and (relay := ProcessHandle.read(launch.relay.pid)) is not None:
+        launchers.append(relay)
     return launchers
 
 
@@ -311,7 +313,8 @@ def _read_stat(pid: int) -> list[str] | None:
     return text[text.rindex(")") + 2 :].split()
 
 
-def _parent_pid(pid: int) -> int:
+def parent_pid(pid: int) -> int:
+    """Return the PID of the parent of a process; 0 if there is no such process."""
     fields = _read_stat(pid)
     return int(fields[1]) if fields else 0
 

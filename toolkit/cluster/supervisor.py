@@ -16,15 +16,16 @@ from toolkit.cluster.attempt_spec import AttemptSpec, start_next_attempt
 from toolkit.cluster.environment import HANDOVER, Launch, Launcher
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.output_log import tee_output
+from toolkit.cluster.rank_order import RankOrder
 from toolkit.cluster.rank_processes import POLL_SECONDS, RankProcesses
-from toolkit.cluster.standbys import StandbyPool
+from toolkit.cluster.standbys import StandbyPool, count_standbys
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.commands import python_arguments
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
 from toolkit.goodput import Attempt
-from toolkit.plan.types import Device, RunPlan, World
+from toolkit.plan.types import RunPlan, World
 from toolkit.restart_phases import RestartPhase, RestartPhases
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.memory import MemoryFolder, remove_abandoned
@@ -57,22 +58,14 @@ def supervise_ranks(
     # the ranks enforce their grace period; RankProcesses.wait() is the last resort
     stop.arm(None)
     command = python_arguments(script)
-    standbys = StandbyPool(command, count_standbys(plan.config.cluster, plan.world))
+    cluster = plan.config.cluster
+    standbys = StandbyPool(command, count_standbys(cluster, plan.world, restarts=cluster.restarts))
     memory = _open_memory(plan.config, directory)
     supervisor = _Supervisor(command, plan, directory, stop, exit_handler, standbys, memory)
     try:
         return supervisor.run(spec)
     finally:
         supervisor.clean_up()
-
-
-def count_standbys(cluster: ClusterConfig, world: World) -> int:
-    """Return how many standbys to keep for the ranks of this machine; none if nothing is restarted."""
-    if not cluster.restarts:
-        return 0
-    if cluster.standbys is None:
-        return world.ranks if world.device is Device.CUDA else 0
-    return min(world.ranks, cluster.standbys)
 
 
 def _open_memory(config: RunConfig, directory: RunDirectory) -> MemoryFolder | None:
@@ -194,7 +187,9 @@ class _Supervisor:
             [*self.command, f"{HANDOVER}{handover}"],
             spec.world,
             keep=[lock],
-            take_standby=lambda rank, variables: standbys.take(rank, variables, handover, lock),
+            take_standby=lambda rank, environ: standbys.take(
+                rank, RankOrder(environ=environ, arguments=[f"{HANDOVER}{handover}"]), [lock]
+            ),
         )
 
         def abort(reason: str, code: ExitCode) -> None:
@@ -203,8 +198,7 @@ class _Supervisor:
             self.exit_handler.abort(reason, code)
 
         def has_started() -> bool:
-            status = directory.status()
-            return status is not None and status.attempt == spec.attempt and status.step is not None
+            return directory.has_stepped(spec.attempt)
 
         standbys_started = False
 

@@ -189,9 +189,9 @@ class ClusterConfig:
     Errors in the configuration are never retried.
     """
     standbys: int | None = None
-    """Processes that have done their imports and wait to take the places of the ranks at a restart, if
-    cluster.restarts is greater than 0. Null: on GPUs as many as ranks; on CPUs, whose cores and memory they
-    would take from the ranks, none.
+    """Processes per machine that have done their imports and wait to take the places of the ranks at a
+    restart, if cluster.restarts is greater than 0, or torchrun has --max-restarts or --nnodes=MIN:MAX. Null:
+    on GPUs as many as ranks; on CPUs, whose cores and memory they would take from the ranks, none.
     """
     notice: PreemptionNotice = PreemptionNotice.none
     """Ask this cloud every five seconds whether it preempts a machine of the run (spot, preemptible): gce,

@@ -208,6 +208,11 @@ class RunDirectory:
     def write_status(self, status: Status) -> None:
         write_status(self.status_file, status)
 
+    def has_stepped(self, attempt: int) -> bool:
+        """Return whether ``attempt`` is the newest and has completed a step."""
+        status = self.status()
+        return status is not None and status.attempt == attempt and status.step is not None
+
     def status(self) -> Status | None:
         """Return the status, or None if no run has begun."""
         return read_status(self.status_file)
