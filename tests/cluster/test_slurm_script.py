@@ -38,10 +38,14 @@ def job(
     slurm: SlurmConfig | None = None,
     grace: int = 60,
     script: str = "/repo/launch/train.py",
+    min_nodes: int | None = None,
+    spare_nodes: int = 0,
 ) -> TrainingJob:
     cluster = ClusterConfig(
         where=ClusterBackend.slurm,
         nodes=nodes,
+        min_nodes=min_nodes,
+        spare_nodes=spare_nodes,
         gpus_per_node=gpus,
         grace_seconds=grace,
         slurm=slurm or SlurmConfig(),
@@ -61,6 +65,7 @@ CASES = {
         nodes=4,
         slurm=SlurmConfig(cpus_per_task=64, setup=["module load cuda/12.8", 'export NCCL_DEBUG="WARN"']),
     ),
+    "elastic.sh": job(nodes=4, min_nodes=2, spare_nodes=1),
 }
 
 

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from toolkit.cluster.environment import Launch, detect_world
 from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.node_range import check_job_node_range
 from toolkit.commands import python_arguments
 from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.schema import RunConfig
@@ -197,6 +198,7 @@ def plan_job(
     config = resolve_from_files(config)
     world = resolve_world(config.cluster, machine)
     plan = make_plan(config, world)
+    check_job_node_range(config, world)
     if trace is None or plan.shape is not None:
         return plan
     return make_plan(config, world, trace(plan))

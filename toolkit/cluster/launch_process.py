@@ -20,6 +20,7 @@ from toolkit.cluster.process_environment import set_cuda_defaults, set_run_defau
 from toolkit.cluster.rendezvous import Rendezvous
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.cluster.supervisor import needs_supervisor, supervise_ranks
+from toolkit.config.cluster import ClusterBackend
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, file_errors
 from toolkit.logs import configure_logging
@@ -91,7 +92,8 @@ def launch_process(
     with rendezvous.process_group(plan.world.device):
         code = callbacks.train(plan, launch, spec.restart_phase_ended(RestartPhase.RENDEZVOUS), stop)
         if code is ExitCode.STOPPED and launch.node_range is not None:
-            exit_handler.after_stop = agree_after_stop(launch, rendezvous, stop)
+            pods = plan.config.cluster.where is ClusterBackend.kubernetes
+            exit_handler.after_stop = agree_after_stop(launch, rendezvous, stop, evictions=pods)
         return code
 
 

@@ -240,7 +240,7 @@ def requeue_job(job: str) -> None:
     Slurm would also requeue a cancelled job; while its script runs it is shown as COMPLETING, like one past
     its time limit.
     """
-    description = _scontrol("--oneliner", "show", "job", job)
+    description = scontrol("--oneliner", "show", "job", job)
     state = next(
         (word.partition("=")[2] for word in description.stdout.split() if word.startswith("JobState=")),
         "unknown",
@@ -251,14 +251,14 @@ def requeue_job(job: str) -> None:
             flush=True,
         )
         return
-    result = _scontrol("requeue", job)
+    result = scontrol("requeue", job)
     if result.returncode:
         print(f"job {job} could not be requeued: {result.stderr.strip()}", file=sys.stderr, flush=True)
     else:
         print(f"job {job} was requeued", flush=True)
 
 
-def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
+def scontrol(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["scontrol", *words], capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False
     )
