@@ -20,6 +20,8 @@ from tests.launch.test_elastic import KEYS, SAVE_EVERY, train_unbroken
 from tests.launch.tiny_runs import read_losses
 from tests.waiting import wait_until
 from toolkit.cluster import submission
+from toolkit.goodput import read_times
+from toolkit.rundir.excluded_hosts import SLURM_JOB, ExcludedHost, exclude_hosts
 from toolkit.rundir.status import RunState
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
@@ -74,6 +76,14 @@ class ElasticJob:
         return [json.loads(plan.read_text())["world"]["ranks"] for plan in plans]
 
     @property
+    def stops(self) -> list[str | None]:
+        """The reasons of the attempts that were stopped."""
+        folders = sorted((self.run_dir / "attempts").iterdir())
+        return [
+            times.reason for folder in folders if (times := read_times(folder)) and times.state == "stopped"
+        ]
+
+    @property
     def losses(self) -> dict[int, float]:
         return dict(read_losses(self.run_dir / "metrics.jsonl"))
 
@@ -108,10 +118,10 @@ def test_elastic_job_takes_its_spare_node_and_then_goes_on_with_fewer(
     assert len(members) == 2, "the third stands by"
     lost, other = sorted({"node2", "node3"}, key=lambda node: node not in members)  # node1 has the script
     slurm.lose_node(lost)
-    job.wait_for_step(2, 2 * SAVE_EVERY + 1)
+    job.wait_for_step(2, 3 * SAVE_EVERY + 1)
     assert job.ranks == [2, 2], "the spare node has taken the place"
     slurm.lose_node(other)
-    job.wait_for_step(3, 2 * SAVE_EVERY + 1)
+    job.wait_for_step(3, 3 * SAVE_EVERY + 1)
     assert job.ranks == [2, 2, 1]
     job.wait_until_done(slurm)
     check_losses(job, tmp_path / "unbroken", data)
@@ -129,16 +139,20 @@ def test_elastic_job_that_loses_its_first_node_is_requeued(slurm: Slurm, tmp_pat
     check_losses(job, tmp_path / "unbroken", data)
 
 
-def test_elastic_job_stops_and_is_requeued_before_its_time_limit(
-    slurm: Slurm, tmp_path: Path, data: Path
+def test_elastic_job_that_is_requeued_avoids_excluded_hosts(
+    slurm: Slurm, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the batch script is signalled, as before a time limit."""
-    job = submit(tmp_path, data, "cluster.nodes=2", "cluster.min_nodes=1", "cluster.spare_nodes=1")
+    job = submit(tmp_path, data, "cluster.nodes=2", "cluster.min_nodes=1")
     job.wait_for_step(1, 3)
+    assert slurm.has_rank("node2"), "control"
+    monkeypatch.setenv(SLURM_JOB, job.id)
+    exclude_hosts(job.run_dir, [ExcludedHost(host="node2", step=2, reason="wrong values")])
     slurm.run("scancel", "--batch", "--signal=TERM", job.id)
-    wait_until(lambda: slurm.job_state(job.id) == "PENDING", SECONDS, "requeued", output=job.output)
-    status = read_status(job.run_dir)
-    assert status is not None
-    assert (status.state, status.exit_code) == (RunState.STOPPED, 75), job.output.read_text()
+    job.wait_for_step(2, 4)
+    assert job.stops == ["SIGTERM"], job.output.read_text()
+    assert "ExcNodeList=node2" in slurm.run("scontrol", "show", "job", job.id)
+    assert slurm.has_rank("node3")
+    assert not slurm.has_rank("node2")
     job.wait_until_done(slurm)
     check_losses(job, tmp_path / "unbroken", data)

@@ -49,6 +49,12 @@ class ForwardDifference:
     def suspects(self) -> tuple[RankForward, ...]:
         return self.faulty or self.peers
 
+    @property
+    def guilty_hosts(self) -> tuple[str, ...]:
+        """Hosts of faulty ranks, if other ranks agree with each other, so that these are right."""
+        confirmed = any(peer not in self.faulty for peer in self.peers)
+        return tuple(dict.fromkeys(rank.host for rank in self.faulty)) if confirmed else ()
+
 
 def find_difference(forwards: Sequence[RankForward]) -> ForwardDifference | None:
     """Return the first difference in the order of execution: what follows it has wrong inputs.

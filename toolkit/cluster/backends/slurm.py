@@ -35,6 +35,7 @@ from toolkit.cluster.node_range import (
     job_node_range,
     requested_nodes,
 )
+from toolkit.cluster.requeue import join_hosts
 from toolkit.commands import command_line, inherited_form
 from toolkit.config.cluster import ClusterBackend, ClusterConfig, SlurmConfig
 from toolkit.errors import ConfigError, InputError, Problem
@@ -130,7 +131,7 @@ def sbatch_options(job: TrainingJob) -> list[str]:
         ("qos", slurm.qos),
         ("priority", slurm.priority),
         ("constraint", slurm.constraint),
-        ("exclude", slurm.exclude),
+        ("exclude", join_hosts(slurm.exclude, job.excluded_hosts)),
         ("reservation", slurm.reservation),
         ("signal", f"B:TERM@{cluster.grace_seconds + END_SECONDS}"),
         ("requeue" if slurm.requeue else "no-requeue", ""),
