@@ -51,9 +51,9 @@ class ForwardDifference:
 
     @property
     def guilty_hosts(self) -> tuple[str, ...]:
-        """Hosts of faulty ranks, if other ranks agree with each other, so that these are right."""
-        confirmed = any(peer not in self.faulty for peer in self.peers)
-        return tuple(dict.fromkeys(rank.host for rank in self.faulty)) if confirmed else ()
+        """Hosts of faulty ranks; none if no other rank shows that the kernels are deterministic."""
+        compared = any(peer not in self.faulty for peer in self.peers)
+        return tuple(dict.fromkeys(rank.host for rank in self.faulty)) if compared else ()
 
 
 def find_difference(forwards: Sequence[RankForward]) -> ForwardDifference | None:
