@@ -45,6 +45,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
 
 @dataclass(frozen=True)
 class ElasticJob:
+    slurm: Slurm
     run_dir: Path
     id: str
 
@@ -61,13 +62,18 @@ class ElasticJob:
                 and (status.step or 0) >= step
             )
 
-        wait_until(reached, SECONDS, f"at step {step} of attempt {attempt}", output=self.output)
+        what = f"at step {step} of attempt {attempt}"
+        wait_until(reached, SECONDS, what, ended=lambda: self.has_failed, output=self.output)
 
-    def wait_until_done(self, slurm: Slurm) -> None:
+    @property
+    def has_failed(self) -> bool:
+        return self.slurm.job_state(self.id) in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+    def wait_until_done(self) -> None:
         def ended() -> bool:
-            return slurm.job_state(self.id) == "COMPLETED"
+            return self.slurm.job_state(self.id) == "COMPLETED"
 
-        wait_until(ended, SECONDS, "completed", output=self.output)
+        wait_until(ended, SECONDS, "completed", ended=lambda: self.has_failed, output=self.output)
 
     @property
     def ranks(self) -> list[int]:
@@ -88,7 +94,7 @@ class ElasticJob:
         return dict(read_losses(self.run_dir / "metrics.jsonl"))
 
 
-def submit(tmp_path: Path, data: Path, *words: str) -> ElasticJob:
+def submit(slurm: Slurm, tmp_path: Path, data: Path, *words: str) -> ElasticJob:
     run_dir = tmp_path / "run"
     argv = [
         *(sys.executable, str(ROOT / "launch/submit.py"), *KEYS, f"data.path={data}", f"run.dir={run_dir}"),
@@ -99,7 +105,7 @@ def submit(tmp_path: Path, data: Path, *words: str) -> ElasticJob:
     subprocess.run(argv, check=True, timeout=SECONDS)
     found = submission.find_last_job(run_dir)
     assert found is not None
-    return ElasticJob(run_dir, found[1].id.id)
+    return ElasticJob(slurm, run_dir, found[1].id.id)
 
 
 def check_losses(job: ElasticJob, folder: Path, data: Path) -> None:
@@ -112,7 +118,7 @@ def check_losses(job: ElasticJob, folder: Path, data: Path) -> None:
 def test_elastic_job_takes_its_spare_node_and_then_goes_on_with_fewer(
     slurm: Slurm, tmp_path: Path, data: Path
 ) -> None:
-    job = submit(tmp_path, data, "cluster.nodes=2", "cluster.min_nodes=1", "cluster.spare_nodes=1")
+    job = submit(slurm, tmp_path, data, "cluster.nodes=2", "cluster.min_nodes=1", "cluster.spare_nodes=1")
     job.wait_for_step(1, SAVE_EVERY + 1)
     members = {node for node in EVERY if slurm.has_rank(node)}
     assert len(members) == 2, "the third stands by"
@@ -123,18 +129,18 @@ def test_elastic_job_takes_its_spare_node_and_then_goes_on_with_fewer(
     slurm.lose_node(other)
     job.wait_for_step(3, 3 * SAVE_EVERY + 1)
     assert job.ranks == [2, 2, 1]
-    job.wait_until_done(slurm)
+    job.wait_until_done()
     check_losses(job, tmp_path / "unbroken", data)
 
 
 def test_elastic_job_that_loses_its_first_node_is_requeued(slurm: Slurm, tmp_path: Path, data: Path) -> None:
     """Slurm keeps the job without its script; another node requeues it."""
-    job = submit(tmp_path, data, "cluster.nodes=2", "cluster.min_nodes=1")
+    job = submit(slurm, tmp_path, data, "cluster.nodes=2", "cluster.min_nodes=1")
     job.wait_for_step(1, SAVE_EVERY + 1)
     slurm.lose_node("node1")
     job.wait_for_step(2, SAVE_EVERY + 1)
     assert "lost the node of its script and was requeued" in job.output.read_text()
-    job.wait_until_done(slurm)
+    job.wait_until_done()
     assert job.ranks == [2, 2]
     check_losses(job, tmp_path / "unbroken", data)
 
@@ -143,7 +149,7 @@ def test_elastic_job_that_is_requeued_avoids_excluded_hosts(
     slurm: Slurm, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the batch script is signalled, as before a time limit."""
-    job = submit(tmp_path, data, "cluster.nodes=2", "cluster.min_nodes=1")
+    job = submit(slurm, tmp_path, data, "cluster.nodes=2", "cluster.min_nodes=1")
     job.wait_for_step(1, 3)
     assert slurm.has_rank("node2"), "control"
     monkeypatch.setenv(SLURM_JOB, job.id)
@@ -154,5 +160,5 @@ def test_elastic_job_that_is_requeued_avoids_excluded_hosts(
     assert "ExcNodeList=node2" in slurm.run("scontrol", "show", "job", job.id)
     assert slurm.has_rank("node3")
     assert not slurm.has_rank("node2")
-    job.wait_until_done(slurm)
+    job.wait_until_done()
     check_losses(job, tmp_path / "unbroken", data)

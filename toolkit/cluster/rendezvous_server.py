@@ -4,13 +4,14 @@
 
 torchrun's backend c10d keeps its state in a TCPStore. Usually one of the agents serves that store, and the
 run ends with that agent's node. Here all agents are clients (``is_host=0``), so each of them may be lost.
-The process ends on SIGTERM, but not before the agents have closed the rendezvous: until then they need it to
-agree how the run goes on.
+The process ends with its parent process. It also ends on SIGTERM, but not before the agents have closed the
+rendezvous: until then they need it to agree how the run goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("port", type=int)
     parser.add_argument("--id", required=True)
     given = parser.parse_args(arguments)
+    parent = os.getppid()
     requested = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: requested.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group
@@ -67,9 +69,11 @@ def main(arguments: Sequence[str]) -> int:
 
     store = TCPStore(HERE, given.port, None, True, timedelta(seconds=QUERY_SECONDS), wait_for_workers=False)
     print(f"the rendezvous {given.id} is served at port {store.port}", flush=True)
-    requested.wait()
+    while not requested.wait(POLL_SECONDS):
+        if os.getppid() != parent:
+            return 0
     rendezvous = connect(f"{HERE}:{store.port}", given.id)
-    while not rendezvous.is_closed():
+    while os.getppid() == parent and not rendezvous.is_closed():
         time.sleep(POLL_SECONDS)
     return 0
 

@@ -23,7 +23,11 @@ address=${address%% *}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=75  # time for the ranks to save; the default is 30 s
 endpoint="${address:-$first}:$((20000 + SLURM_JOB_ID % 10000))"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it, no node can join later
-"$python" -m toolkit.cluster.rendezvous_server "${endpoint##*:}" --id="$SLURM_JOB_ID" &
+{
+  trap '' TERM
+  "$python" -m toolkit.cluster.rendezvous_server "${endpoint##*:}" --id="$SLURM_JOB_ID" ||
+    while scancel --signal=TERM "$SLURM_JOB_ID"; do sleep 10; done  # no agent can go on without it
+} &
 server=$!
 disown  # the shell does not report its end
 # shellcheck disable=SC2016  # expanded by the task's shell
@@ -49,5 +53,5 @@ if [ "$asked" = none ]; then
   done
 fi
 trap '' TERM INT  # the decision below must not be interrupted
-kill -KILL "$server"  # all agents have ended
+kill -KILL "$server" 2>/dev/null  # all agents have ended, and the server ends with its parent process
 "$python" -m toolkit.cluster.requeue "$folder" --asked="$asked" --code="$code"

@@ -239,7 +239,11 @@ task=(bash -c "$node" node "$addresses" "$python" -u\
 # The task's shell outlives the agent and its ranks, which receive signals themselves.
 _ELASTIC_TASK = """\
 export {export}  # without it, no node can join later
-"$python" -m toolkit.cluster.rendezvous_server "${{endpoint##*:}}" --id="$SLURM_JOB_ID" &
+{{
+  trap '' TERM
+  "$python" -m toolkit.cluster.rendezvous_server "${{endpoint##*:}}" --id="$SLURM_JOB_ID" ||
+    while scancel --signal=TERM "$SLURM_JOB_ID"; do sleep 10; done  # no agent can go on without it
+}} &
 server=$!
 disown  # the shell does not report its end
 # shellcheck disable=SC2016  # expanded by the task's shell
@@ -267,7 +271,7 @@ trap '' TERM INT  # the decision below must not be interrupted\
 """
 
 _END_SERVER = """\
-kill -KILL "$server"  # all agents have ended\
+kill -KILL "$server" 2>/dev/null  # all agents have ended, and the server ends with its parent process\
 """
 
 _DECIDE = """\
