@@ -52,6 +52,26 @@ def test_elastic_run_continues_unless_it_was_asked_to_stop(
 
 
 @pytest.mark.parametrize(
+    ("stops", "waiting", "after"),
+    [
+        pytest.param([OTHER, TERM], 0, [RESTART, LEAVE], id="a pod is evicted"),
+        pytest.param([TERM, OTHER], None, [LEAVE, RESTART], id="a pod is evicted with its server"),
+        pytest.param([TERM, TERM], 0, [END, END], id="the job is deleted"),
+        pytest.param([TERM], 0, [END], id="the only pod is evicted"),
+        pytest.param([TERM, OTHER], 1, [RESTART, RESTART], id="a pod joins"),
+        pytest.param([INTERRUPT, OTHER], 0, [END, END], id="the user stops the run"),
+        pytest.param([INTERRUPT, TERM], 0, [END, END], id="the user stops the run, and a pod is evicted"),
+        pytest.param([OTHER, OTHER], 0, [END, END], id="another reason"),
+    ],
+)
+def test_pods_that_are_evicted_leave_the_run(
+    stops: list[NodeStop], waiting: int | None, after: list[AfterStop]
+) -> None:
+    decision = decide_after_stop(stops, waiting, evictions=True)
+    assert [decision.on_node(node) for node in range(len(stops))] == after
+
+
+@pytest.mark.parametrize(
     ("stops", "waiting", "reason"),
     [
         ([TERM, TERM], 1, "1 node joined the run: torchrun restarts the ranks with more nodes"),

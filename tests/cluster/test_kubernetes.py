@@ -24,6 +24,7 @@ import yaml
 from toolkit.cluster import backends
 from toolkit.cluster.backends import kubernetes, kubernetes_manifests
 from toolkit.cluster.job import CONFIG_FILE, JobId, JobState, TrainingJob, create_job, plan_job
+from toolkit.cluster.pod import LEFT_RUN
 from toolkit.config.cluster import ClusterBackend, ClusterConfig, KubernetesConfig
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.config.schema import RunConfig, RunSection
@@ -42,13 +43,21 @@ def job(
     number: int = 1,
     name: str | None = None,
     grace: int = 60,
+    min_nodes: int | None = None,
+    spare_nodes: int = 0,
     **keys: Any,
 ) -> TrainingJob:
     own = KubernetesConfig(
         **{"image": "registry.example/toolkit:1.0", "volumes": {"/workspace": "training"}, **keys}
     )
     cluster = ClusterConfig(
-        where=ClusterBackend.kubernetes, nodes=nodes, gpus_per_node=gpus, grace_seconds=grace, kubernetes=own
+        where=ClusterBackend.kubernetes,
+        nodes=nodes,
+        min_nodes=min_nodes,
+        spare_nodes=spare_nodes,
+        gpus_per_node=gpus,
+        grace_seconds=grace,
+        kubernetes=own,
     )
     config = RunConfig(run=RunSection(name="gpt", dir=run_dir), cluster=cluster)
     world = World(
@@ -102,6 +111,7 @@ ALL = job(
 CASES = {
     "one_node.yaml": job(),
     "four_nodes.yaml": ALL,
+    "elastic.yaml": job(4, min_nodes=2, spare_nodes=1, cpus=16, node_selector={"pool": "train"}),
     "cpu.yaml": job(2, 0, priority_class="low", topology="topology.kubernetes.io/zone"),
 }
 
@@ -118,7 +128,7 @@ def golden(of: TrainingJob) -> str:
 
 
 def pod_of(job_set: Mapping[str, Any]) -> dict[str, Any]:
-    (replicated,) = job_set["spec"]["replicatedJobs"]
+    replicated = job_set["spec"]["replicatedJobs"][-1]
     pod: dict[str, Any] = replicated["template"]["spec"]["template"]["spec"]
     return pod
 
@@ -170,14 +180,14 @@ def test_manifests_match_the_schemas(name: str) -> None:
     assert job_set_errors(job_set) == []
     assert kind("io.k8s.api.core.v1.ConfigMap")(config_map) == []
     assert kind("io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta")(job_set["metadata"]) == []
-    (replicated,) = job_set["spec"]["replicatedJobs"]
-    as_job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": "x"},
-        "spec": replicated["template"]["spec"],
-    }
-    assert kind("io.k8s.api.batch.v1.Job")(as_job) == []
+    for replicated in job_set["spec"]["replicatedJobs"]:
+        as_job = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "x"},
+            "spec": replicated["template"]["spec"],
+        }
+        assert kind("io.k8s.api.batch.v1.Job")(as_job) == []
 
 
 @pytest.mark.parametrize("wrong", ["field", "type", "enum", "pod"])
@@ -234,6 +244,28 @@ def test_multi_node_job_uses_first_pod_as_rendezvous() -> None:
     assert f"--meet={name}-node-0-0.{name}:29400" in pod_of(job_set)["containers"][0]["command"]
     assert job_set["spec"]["network"]["subdomain"] == name
     assert not any(word.startswith("--meet") for word in kubernetes_manifests.container_command(job()))
+
+
+def test_elastic_job_replaces_single_pods_and_serves_the_rendezvous_apart_from_them() -> None:
+    _, job_set = documents(CASES["elastic.yaml"])
+    name = job_set["metadata"]["name"]
+    server, nodes = (each["template"]["spec"] for each in job_set["spec"]["replicatedJobs"])
+    assert (nodes["completions"], nodes["parallelism"]) == (5, 5), "with the spare node"
+    assert nodes["backoffLimit"] == 3 + 3, "cluster.restarts, and the nodes that may be lost"
+    assert nodes["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+    actions = [
+        (rule["action"], *rule.get("onExitCodes", {}).get("values", ["disruption"]))
+        for rule in nodes["podFailurePolicy"]["rules"]
+    ]
+    assert actions == [("FailJob", 2), ("Ignore", "disruption"), ("FailJob", 75), ("FailJob", 1)]
+    assert LEFT_RUN not in {code for _, code in actions}, "the pod is replaced, and counts"
+    assert f"--meet={name}-rendezvous-0-0.{name}:29400" in pod_of(job_set)["containers"][0]["command"]
+    small = server["template"]["spec"]
+    assert "nodeSelector" not in small
+    assert small["containers"][0]["resources"] == {"requests": {"cpu": 1}}
+    assert small["containers"][0]["command"][-2:] == ["29400", "--id=start-$(JOBSET_RESTART)"]
+    assert small["securityContext"] == pod_of(job_set)["securityContext"]
+    assert job_set["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["node"]}
 
 
 def test_failure_rules_act_on_exit_codes() -> None:

@@ -9,7 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.cluster.node_range import NodeRange, check_node_range, parse_node_range
+from toolkit.cluster.job import plan_job
+from toolkit.cluster.node_range import (
+    NodeRange,
+    agent_restarts,
+    check_node_range,
+    parse_node_range,
+    requested_nodes,
+)
+from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.schema import EngineName, ParallelConfig, RunConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan import make_plan
@@ -90,3 +98,42 @@ def test_range_of_many_nodes_is_checked_quickly() -> None:
 def test_store_of_the_agent_is_refused_because_no_node_can_return() -> None:
     with pytest.raises(ConfigError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         check_node_range(config(16), NodeRange(1, 2), WORLD, agent_store=True)
+
+
+def elastic(least: int, most: int, spares: int = 0) -> ClusterConfig:
+    return ClusterConfig(
+        where=ClusterBackend.slurm, gpus_per_node=0, nodes=most, min_nodes=least, spare_nodes=spares
+    )
+
+
+def test_jobs_take_spare_nodes_and_may_lose_all_but_the_least_number() -> None:
+    assert requested_nodes(elastic(2, 4, 1)) == 5
+    assert agent_restarts(elastic(2, 4, 1)) == ClusterConfig().restarts + 3
+    fixed = ClusterConfig(where=ClusterBackend.slurm, nodes=4, spare_nodes=1, repair_hours=24)
+    assert requested_nodes(fixed) == 4, "without cluster.min_nodes they are only part of the prediction"
+    assert agent_restarts(fixed) == fixed.restarts
+
+
+def job_refusal(found: RunConfig) -> Problem | None:
+    try:
+        plan_job(found)
+    except ConfigError as error:
+        return error.problems[0]
+    return None
+
+
+def test_job_must_be_possible_on_every_number_of_nodes() -> None:
+    found = config(16)
+    problem = job_refusal(replace(found, cluster=elastic(1, 4)))
+    assert problem is not None
+    assert problem.key == "cluster.min_nodes"
+    assert problem.seen.startswith(
+        "cluster.min_nodes=1 cluster.nodes=4, and on 3 nodes: train.global_batch=16"
+    )
+    assert problem.remedy == "leave out cluster.min_nodes or write train.global_batch=24"
+    assert job_refusal(replace(config(24), cluster=elastic(1, 4))) is None
+    problem = job_refusal(replace(config(40), cluster=elastic(2, 5)))
+    assert problem is not None
+    assert problem.remedy == "write cluster.min_nodes=4 or write train.global_batch=60"
+    assert job_refusal(replace(config(40), cluster=elastic(4, 5))) is None
+    assert job_refusal(replace(config(60), cluster=elastic(2, 5))) is None

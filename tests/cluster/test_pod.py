@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster import pod
+from toolkit.cluster.pod import LEFT_RUN
 from toolkit.cluster.requeue import JobBaseline, StopSignal
 from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.compose import to_yaml
@@ -55,13 +56,14 @@ def run(
     reason: str = "",
     step: str = "-",
     code: int = 1,
+    cluster: ClusterConfig | None = None,
 ) -> int:
     config = tmp_path / "config.yaml"
     config.write_text(
         to_yaml(
             RunConfig(
                 run=RunSection(dir=str(tmp_path)),
-                cluster=ClusterConfig(where=ClusterBackend.kubernetes, nodes=2),
+                cluster=cluster or ClusterConfig(where=ClusterBackend.kubernetes, nodes=2),
             )
         )
     )
@@ -213,3 +215,40 @@ def test_single_node_uses_supervisor_and_several_use_torchrun() -> None:
     } < set(first)
     assert set(first) - set(last) == {"--node-rank=0", "--rdzv-conf=is_host=1,join_timeout=1800"}
     assert set(last) - set(first) == {"--node-rank=3", "--rdzv-conf=is_host=0,join_timeout=1800"}
+
+
+ELASTIC = RunConfig(
+    cluster=ClusterConfig(where=ClusterBackend.kubernetes, nodes=4, min_nodes=2, spare_nodes=1, restarts=5)
+)
+
+
+def test_agents_of_elastic_pods_are_clients_with_a_range_of_nodes() -> None:
+    words = pod.build_command(
+        ELASTIC, "/c.yaml", rendezvous_address="server:29400", ranks=8, index=0, id="start-0"
+    )
+    assert {
+        "--nnodes=2:4",
+        "--max-restarts=8",
+        "--rdzv-conf=is_host=0,join_timeout=1800,keep_alive_interval=2,last_call_timeout=10",
+    } < set(words)
+    assert not any(word.startswith("--node-rank") for word in words)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "is_open", "code"),
+    [
+        ("running", "", True, LEFT_RUN),  # evicted, or its agent was killed
+        ("stopped", "node 1 left the run", True, LEFT_RUN),  # between two attempts
+        ("failed", "lost a node", True, LEFT_RUN),
+        ("done", "", True, ExitCode.DONE),
+        ("refused", "a mistake", True, ExitCode.USER),
+        ("stopped", "SIGTERM", False, ExitCode.STOPPED),
+        ("running", "", None, ExitCode.FAILURE),  # the server was lost, so the run has ended
+    ],
+)
+def test_pod_that_leaves_an_elastic_run_is_replaced_alone(
+    state: str, reason: str, is_open: bool | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod, "is_open", lambda *_: is_open)
+    monkeypatch.setattr(pod.PodLauncher, "wait_for", lambda *_: None)
+    assert run(tmp_path, monkeypatch, state, reason=reason, cluster=ELASTIC.cluster) == code

@@ -11,9 +11,10 @@ import pytest
 
 from toolkit.cluster import requeue
 from toolkit.cluster.requeue import JobBaseline, JobOutcome, NextAction, StopSignal, decide
-from toolkit.config.compose import compose, to_yaml
+from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.excluded_hosts import ExcludedHost, exclude_hosts
 from toolkit.rundir.status import RunState, Status
 
 
@@ -151,6 +152,19 @@ def test_stopped_job_is_requeued(folder: Path, capfd: pytest.CaptureFixture[str]
     assert requeue.main([str(folder), "--asked=TERM", "--code=1"]) == 75
     assert asked(folder) == ["--oneliner show job 7", "requeue 7"]
     assert "stopped (because)" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("exclude", "hosts"), [("", "node7"), ("node[1-3]", "node[1-3],node7")])
+def test_requeued_job_avoids_excluded_hosts(exclude: str, hosts: str, folder: Path) -> None:
+    """Slurm changes the excluded nodes of waiting jobs only."""
+    config = from_yaml((folder / "config.yaml").read_text())
+    slurm = replace(config.cluster.slurm, exclude=exclude or None)
+    config = replace(config, cluster=replace(config.cluster, slurm=slurm))
+    (folder / "config.yaml").write_text(to_yaml(config))
+    exclude_hosts(folder.parent.parent, [ExcludedHost(host="node7", step=3, reason="wrong")])
+    attempt(folder, 1, RunState.STOPPED)
+    assert requeue.main([str(folder), "--asked=TERM", "--code=1"]) == 75
+    assert asked(folder) == ["--oneliner show job 7", "requeue 7", f"update JobId=7 ExcNodeList={hosts}"]
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", ""])

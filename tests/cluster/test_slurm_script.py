@@ -38,10 +38,14 @@ def job(
     slurm: SlurmConfig | None = None,
     grace: int = 60,
     script: str = "/repo/launch/train.py",
+    min_nodes: int | None = None,
+    spare_nodes: int = 0,
 ) -> TrainingJob:
     cluster = ClusterConfig(
         where=ClusterBackend.slurm,
         nodes=nodes,
+        min_nodes=min_nodes,
+        spare_nodes=spare_nodes,
         gpus_per_node=gpus,
         grace_seconds=grace,
         slurm=slurm or SlurmConfig(),
@@ -61,6 +65,7 @@ CASES = {
         nodes=4,
         slurm=SlurmConfig(cpus_per_task=64, setup=["module load cuda/12.8", 'export NCCL_DEBUG="WARN"']),
     ),
+    "elastic.sh": job(nodes=4, min_nodes=2, spare_nodes=1),
 }
 
 
@@ -151,6 +156,43 @@ def test_user_gpu_option_replaces_gres() -> None:
     words = slurm.sbatch_options(job(slurm=SlurmConfig(options={"gpus-per-node": "h100:8"})))
     assert "--gpus-per-node=h100:8" in words
     assert not any(word.startswith("--gres") for word in words)
+
+
+def test_hosts_that_the_run_has_excluded_are_added() -> None:
+    named = replace(job(slurm=SlurmConfig(exclude="node[3,7-9]")), excluded_hosts=("node1", "node2"))
+    assert "--exclude=node[3,7-9],node1,node2" in slurm.sbatch_options(named)
+    assert "--exclude=node1" in slurm.sbatch_options(replace(job(), excluded_hosts=("node1",)))
+
+
+def test_elastic_job_takes_spare_nodes_and_outlives_a_lost_one() -> None:
+    words = slurm.sbatch_options(CASES["elastic.sh"])
+    assert {"--nodes=5", "--no-kill"} < set(words)
+    assert "--no-kill" not in slurm.sbatch_options(CASES["four_nodes.sh"])
+
+
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_agents_of_an_elastic_job_are_clients_of_the_scripts_rendezvous(
+    node: str, stand_ins: dict[str, str], tmp_path: Path
+) -> None:
+    process = started(job(nodes=2, min_nodes=1, spare_nodes=1), {**stand_ins, "NODE": node}, tmp_path)
+    output = process.communicate(timeout=20)[0]
+    assert process.returncode == 75, output
+    tasks = [call[1:] for call in calls(stand_ins) if call[0] == "task"]
+    server, agent, after = (
+        next(call for call in tasks if name in call)
+        for name in (
+            "toolkit.cluster.rendezvous_server",
+            "torch.distributed.run",
+            "toolkit.cluster.lost_batch_node",
+        )
+    )
+    assert server[:4] == ["-m", "toolkit.cluster.rendezvous_server", "22345", "--id=12345"]
+    assert {"--nnodes=1:2", "--rdzv-endpoint=10.0.0.1:22345", "--max-restarts=5"} < set(agent)
+    assert agent[-2:] == ["is_host=0,keep_alive_interval=2,last_call_timeout=10", f"10.0.0.{int(node) + 1}"]
+    assert after[:3] == ["-m", "toolkit.cluster.lost_batch_node", "10.0.0.1:22345"]
+    assert tasks.index(agent) < tasks.index(after)
+    (srun,) = (call for call in calls(stand_ins) if call[0] == "srun")
+    assert {"--nodes=3", "--no-kill", "--wait=0"} < set(srun)
 
 
 def test_percent_sign_in_folder_is_escaped() -> None:

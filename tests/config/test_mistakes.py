@@ -31,6 +31,8 @@ MISTAKES: tuple[tuple[str, str, str, str], ...] = (
     ("train=5", "train", "a section, not a value", "train.steps"),
     ("hydra.run.dir=/tmp/x", "hydra.run.dir", "only for composition", "run.dir=FOLDER"),
     # groups and experiments
+    ("cluster.min_nodes=0", "cluster.min_nodes", "is at least 1", "write cluster.min_nodes=1"),
+    ("cluster.min_nodes=1", "cluster.min_nodes", "only jobs of Slurm", "leave out cluster.min_nodes"),
     ("zero=stage4", "zero", "stage0, stage1, stage2, stage3", "zero=stage"),
     ("zero=2", "zero", "stage0, stage1, stage2, stage3", "write zero=stage2"),
     ("engine=horovod", "engine", "deepspeed, local, megatron", "engine=local or engine=megatron"),

@@ -73,6 +73,10 @@ AUDIT = (  # commands whose remedies once did not work, and what they say now
     (("train.micro_batch=auto",), "leave it out, or write train.micro_batch=null"),
     (("engine=megatron", "+engine.megatron.micro_batch_size=4"), "write train.micro_batch=4"),
     (
+        ("cluster=slurm", "cluster.nodes=2", "cluster.gpus_per_node=0", "cluster.min_nodes=2"),
+        "write cluster.min_nodes=1, or leave it out",
+    ),
+    (
         ("engine=megatron", "+engine.megatron.recompute_activations=true"),
         "+engine.megatron.recompute_granularity=selective",
     ),

@@ -14,9 +14,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from tests.waiting import wait_until
 from toolkit.cluster.rank_processes import find_free_port
@@ -61,6 +63,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1
 PartitionName=main Nodes={main} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes={main} MaxTime=INFINITE State=UP PriorityTier=2
 PartitionName=aside Nodes={aside} MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=all Nodes={main},{aside} MaxTime=INFINITE State=UP PriorityTier=1
 """
 
 
@@ -98,6 +101,48 @@ class Slurm:
         """Return Slurm's state of the job: PENDING, RUNNING, ..."""
         found = self.run("scontrol", "--oneliner", "show", "job", job)
         return next(word.partition("=")[2] for word in found.split() if word.startswith("JobState="))
+
+    def processes(self, node: str) -> list[psutil.Process]:
+        """Return the processes of a node's tasks and batch scripts."""
+        own = {"SLURMD_NODENAME": node, "SLURM_CONF": self.environ["SLURM_CONF"]}
+        return [process for process in psutil.process_iter() if own.items() <= _environ(process).items()]
+
+    def has_rank(self, node: str) -> bool:
+        return any("LOCAL_RANK" in _environ(process) for process in self.processes(node))
+
+    def lose_node(self, node: str) -> None:
+        """Kill a node's slurmd and all processes of its jobs, and report the node as down, as Slurm itself
+        does after SlurmdTimeout.
+        """
+        lost = self.processes(node)
+        stepds = [parent for process in lost if (parent := process.parent()) and _is_stepd(parent)]
+        daemons = [
+            process
+            for process in psutil.process_iter()
+            if (words := _command_line(process))[:1] == ["slurmd"] and node in words
+        ]
+        for process in dict.fromkeys([*daemons, *stepds, *lost]):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _is_stepd(process: psutil.Process) -> bool:
+    return _command_line(process)[:1] != [] and _command_line(process)[0].startswith("slurmstepd")
 
 
 @contextmanager

@@ -76,14 +76,22 @@ class StopDecision:
         return AfterStop.LEAVE if node in self.leaving else AfterStop.RESTART
 
 
-def decide_after_stop(stops: Sequence[NodeStop], nodes_waiting: int | None) -> StopDecision:
+def decide_after_stop(
+    stops: Sequence[NodeStop], nodes_waiting: int | None, *, evictions: bool = False
+) -> StopDecision:
     """Decide whether an elastic run continues after its ranks have stopped.
 
     Args:
         stops: the reports of all nodes, in the order of nodes.
         nodes_waiting: how many nodes wait to join; None: unknown, and then the agents decide.
+        evictions: nodes are taken away one by one with SIGTERM, as pods are. Then a SIGTERM to some of the
+            nodes makes these leave; otherwise it stops the run.
     """
     leaving = tuple(node for node, stop in enumerate(stops) if stop.leaves)
+    if evictions and not nodes_waiting:
+        signalled = {node for node, stop in enumerate(stops) if stop.reason == AGENT_SIGNAL}
+        if len(signalled) < len(stops):
+            leaving = tuple(sorted(signalled.union(leaving)))
     asked = [(node, stop.reason) for node, stop in enumerate(stops) if stop.reason is not None]
     reason = None
     if asked:
@@ -105,10 +113,15 @@ def decide_after_stop(stops: Sequence[NodeStop], nodes_waiting: int | None) -> S
     return StopDecision(continues=nodes_waiting is None, leaving=(), reason=reason)
 
 
-def agree_after_stop(launch: Launch, rendezvous: Rendezvous, stop: StopRequest) -> StopDecision | None:
+def agree_after_stop(
+    launch: Launch, rendezvous: Rendezvous, stop: StopRequest, *, evictions: bool
+) -> StopDecision | None:
     """Return rank 0's decision on the first rank of every node.
 
     The other ranks need none and get None, as does a rank that does not reach rank 0.
+
+    Args:
+        evictions: as in :func:`decide_after_stop`.
     """
     if launch.local_rank != 0:
         return None
@@ -121,7 +134,7 @@ def agree_after_stop(launch: Launch, rendezvous: Rendezvous, stop: StopRequest) 
         names = [f"stopped/{node}" for node in range(launch.nodes)]
         stops = [NodeStop(**message) for message in rendezvous.receive(*names, seconds=REPORT_SECONDS)]
         agents = AgentRendezvous(launch.launcher_pid)
-        decision = decide_after_stop(stops, agents.count_waiting_nodes())
+        decision = decide_after_stop(stops, agents.count_waiting_nodes(), evictions=evictions)
         if not decision.continues:
             agents.close()
         rendezvous.publish("after-stop", asdict(decision))

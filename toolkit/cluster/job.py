@@ -22,6 +22,7 @@ from typing import Protocol
 
 from toolkit.cluster.environment import Launch, detect_world
 from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.node_range import check_job_node_range
 from toolkit.commands import python_arguments
 from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.schema import RunConfig
@@ -30,6 +31,7 @@ from toolkit.files import write_whole
 from toolkit.plan.devices import normalise_gpu_name
 from toolkit.plan.trace import ModuleTrace, NotTraced
 from toolkit.plan.types import Device, RunPlan, World
+from toolkit.rundir.excluded_hosts import read_excluded_hosts
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class TrainingJob:
         config: resolved, with ``run.dir`` set.
         world: the machines it is planned for.
         script: path of launch/train.py on the nodes, or the module toolkit.launch.train.
+        excluded_hosts: hosts that the run has excluded itself: rundir/excluded_hosts.py.
     """
 
     name: str
@@ -57,6 +60,7 @@ class TrainingJob:
     config: RunConfig
     world: World
     script: str
+    excluded_hosts: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -197,6 +201,7 @@ def plan_job(
     config = resolve_from_files(config)
     world = resolve_world(config.cluster, machine)
     plan = make_plan(config, world)
+    check_job_node_range(config, world)
     if trace is None or plan.shape is not None:
         return plan
     return make_plan(config, world, trace(plan))
@@ -217,6 +222,7 @@ def create_job(
 
     Raises:
         ConfigError: the name or path contains characters that job lists cannot show.
+        InputError: the run's list of excluded hosts is not valid.
     """
     run_dir = plan.run_dir
     if plan.config.cluster.where is not ClusterBackend.kubernetes:
@@ -240,6 +246,7 @@ def create_job(
         config=config,
         world=plan.world,
         script=str(script),
+        excluded_hosts=tuple(entry.host for entry in read_excluded_hosts(Path(run_dir))),
     )
 
 

@@ -23,6 +23,7 @@ from toolkit.cluster.standby_server import count_standbys_of_launch, start_stand
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.cluster.supervisor import needs_supervisor, supervise_ranks
 from toolkit.commands import python_arguments
+from toolkit.config.cluster import ClusterBackend
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, file_errors
 from toolkit.logs import configure_logging
@@ -105,7 +106,8 @@ def launch_process(
             spec = replace(spec, memory=str(memory))
         code = callbacks.train(plan, launch, spec.restart_phase_ended(RestartPhase.RENDEZVOUS), stop)
         if code is ExitCode.STOPPED and launch.node_range is not None:
-            exit_handler.after_stop = agree_after_stop(launch, rendezvous, stop)
+            pods = plan.config.cluster.where is ClusterBackend.kubernetes
+            exit_handler.after_stop = agree_after_stop(launch, rendezvous, stop, evictions=pods)
     return code
 
 

@@ -1,17 +1,22 @@
-"""The numbers of nodes that an elastic run (``torchrun --nnodes=MIN:MAX``) may have."""
+"""The numbers of nodes that an elastic run may have: ``torchrun --nnodes=MIN:MAX``, or a job with
+``cluster.min_nodes``.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from toolkit.config.cluster import ClusterConfig
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, PlanError, Problem
 from toolkit.plan.types import World
 
 NNODES = "torchrun --nnodes"
 NO_AGENT_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+# A lost node is noticed after three missed heartbeats; then the others wait for more nodes (--rdzv-conf).
+RENDEZVOUS_TIMES = "keep_alive_interval=2,last_call_timeout=10"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +67,85 @@ def check_node_range(config: RunConfig, nodes: NodeRange, world: World, *, agent
             f"export {NO_AGENT_STORE} on every node before torchrun",
         )
         raise ConfigError(problem)
+    _check_every_number(
+        config,
+        nodes,
+        world,
+        key=NNODES,
+        typed=f"--nnodes={nodes}",
+        remedy=lambda accepted: f"start torchrun with --nnodes={accepted}",
+    )
+
+
+def job_node_range(cluster: ClusterConfig) -> NodeRange | None:
+    """Return the numbers of nodes that a job may have; None if ``cluster.min_nodes`` is not set."""
+    return None if cluster.min_nodes is None else NodeRange(cluster.min_nodes, cluster.nodes or 1)
+
+
+def requested_nodes(cluster: ClusterConfig) -> int:
+    """Return how many nodes a job asks for: ``cluster.nodes``, and the spare nodes of an elastic job."""
+    return (cluster.nodes or 1) + (cluster.spare_nodes if cluster.min_nodes is not None else 0)
+
+
+def agent_restarts(cluster: ClusterConfig) -> int:
+    """Return ``--max-restarts`` of a job's agents, which count every loss of a node as a restart."""
+    spare = 0 if cluster.min_nodes is None else requested_nodes(cluster) - cluster.min_nodes
+    return cluster.restarts + spare
+
+
+def check_job_node_range(config: RunConfig, world: World) -> None:
+    """Check that a job can run on every number of nodes from ``cluster.min_nodes`` to ``cluster.nodes``.
+
+    Args:
+        world: of all nodes without spares; it has a plan.
+
+    Raises:
+        ConfigError: with the numbers of nodes that the rules refuse.
+    """
+    nodes = job_node_range(config.cluster)
+    if nodes is None:
+        return
+    _check_every_number(
+        config,
+        nodes,
+        world,
+        key="cluster.min_nodes",
+        typed=f"cluster.min_nodes={nodes.least} cluster.nodes={nodes.most}",
+        remedy=lambda accepted: (
+            f"write cluster.min_nodes={accepted.least}"
+            if accepted.least < accepted.most
+            else "leave out cluster.min_nodes"
+        ),
+    )
+
+
+def _check_every_number(
+    config: RunConfig,
+    nodes: NodeRange,
+    world: World,
+    *,
+    key: str,
+    typed: str,
+    remedy: Callable[[NodeRange], str],
+) -> None:
+    """Raise ConfigError if the rules refuse some numbers of nodes.
+
+    Args:
+        typed: how the user wrote the range.
+        remedy: how to write the accepted numbers around the present one instead.
+    """
     refused = {number: found for number in _numbers(nodes) if (found := _refusal(config, world, number))}
     if not refused:
         return
     least_refused = min(refused)
     numbers = ", ".join(map(str, refused))
-    remedies = [f"start torchrun with --nnodes={_accepted_around(world.nodes, nodes, refused)}"]
+    remedies = [remedy(_accepted_around(world.nodes, nodes, refused))]
     if (batch := _larger_batch(config, world, nodes)) is not None:
         remedies.append(f"write train.global_batch={batch}")
     raise ConfigError(
         Problem(
-            NNODES,
-            f"--nnodes={nodes}, and on {least_refused} node{'s' * (least_refused > 1)}: "
-            f"{refused[least_refused].seen}",
+            key,
+            f"{typed}, and on {least_refused} node{'s' * (least_refused > 1)}: {refused[least_refused].seen}",
             f"the run must be possible on every number of nodes in the range, but not on {numbers}: "
             f"{refused[least_refused].rule}",
             " or ".join(remedies),

@@ -7,6 +7,9 @@ A job of one node uses the supervisor, a job of several uses torchrun with its r
 Their exit codes are not specific enough, so the pod's exit code is derived from the run's status.json, which
 all pods read from the volume of the run directory: 0 done; 2 a restart would not help; 75 restart; 1 restart,
 counted because nothing was gained. The rules of cluster/backends/kubernetes.py act on these codes.
+
+The pods of an elastic job (``cluster.min_nodes``) meet at a pod of their own, the rendezvous server. If only
+this node has left the run, the pod ends with 3 and is replaced, while the others go on.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.cluster.job import FROZEN
+from toolkit.cluster.node_range import NO_AGENT_STORE, RENDEZVOUS_TIMES, agent_restarts, job_node_range
+from toolkit.cluster.rendezvous_server import is_open
 from toolkit.cluster.requeue import (
     SETTLE_SECONDS,
     JobBaseline,
@@ -38,6 +43,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, UserError
 
 TRAIN = "toolkit.launch.train"
+LEFT_RUN = 3  # exit code of a pod whose node has left an elastic run
 LAUNCHER_EXIT_SECONDS = 15  # time for a launcher to end after the grace period of its ranks
 # Without gang scheduling, some pods wait for nodes or images while others already run.
 MAX_RENDEZVOUS_SECONDS = 1800
@@ -98,7 +104,8 @@ def build_command(
     """Build the command that launches this node's ranks.
 
     Args:
-        rendezvous_address: HOST:PORT of the rendezvous, served by the first pod; None: the job has one node.
+        rendezvous_address: HOST:PORT of the rendezvous, served by the first pod, or by a pod of its own in an
+            elastic job; None: the job has one node.
         ranks: number of ranks on this node.
         index: index of this pod in the job.
         id: identifies this start of the job, so that leftovers of an earlier one cannot join.
@@ -106,22 +113,38 @@ def build_command(
     train = [*python_arguments(TRAIN), f"{FROZEN}{config_file}"]
     if rendezvous_address is None:
         return [sys.executable, "-u", *train]
+    nodes = job_node_range(config.cluster)
+    # torchrun would compare its host name with the address, which also contains the network's name.
+    settings = [f"is_host={int(index == 0 and nodes is None)}", f"join_timeout={MAX_RENDEZVOUS_SECONDS}"]
     return [
         sys.executable,
         "-u",
         "-m",
         "torch.distributed.run",
-        f"--nnodes={config.cluster.nodes}",
-        f"--node-rank={index}",
+        *(
+            [f"--nnodes={config.cluster.nodes}", f"--node-rank={index}"]
+            if nodes is None
+            else [f"--nnodes={nodes}"]
+        ),
         f"--nproc-per-node={ranks}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={rendezvous_address}",
         f"--rdzv-id={id}",
-        # torchrun would compare its host name with the address, which also contains the network's name.
-        f"--rdzv-conf=is_host={int(index == 0)},join_timeout={MAX_RENDEZVOUS_SECONDS}",
-        f"--max-restarts={config.cluster.restarts}",
+        f"--rdzv-conf={','.join(settings if nodes is None else [*settings, RENDEZVOUS_TIMES])}",
+        f"--max-restarts={agent_restarts(config.cluster)}",
         *train,
     ]
+
+
+def goes_on(decision: RequeueDecision, rendezvous_is_open: bool | None) -> bool:
+    """Return whether an elastic run goes on without this node.
+
+    Args:
+        decision: about the run, as if it had ended.
+        rendezvous_is_open: of the agents; None: it does not answer, so no other agent can restart its ranks.
+    """
+    final = decision.next is NextAction.END and decision.code is not ExitCode.FAILURE
+    return not final and rendezvous_is_open is True
 
 
 def choose_exit_code(decision: RequeueDecision, outcome: JobOutcome, before: JobBaseline) -> ExitCode:
@@ -152,18 +175,18 @@ def main(arguments: Sequence[str]) -> int:
     run_dir = Path(config.run.dir)
     index, start = int(os.environ.get("JOB_COMPLETION_INDEX", "0")), os.environ.get("JOBSET_RESTART") or "0"
     before = read_baseline(run_dir)
-    if given.meet is not None and index > 0:
+    elastic = job_node_range(config.cluster) is not None
+    if given.meet is not None and (index > 0 or elastic):
         launcher.wait_for(given.meet)
     leave = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(config.cluster.grace_seconds + LAUNCHER_EXIT_SECONDS)
     }  # the default of torchrun is 30 s
+    if elastic:
+        name, _, value = NO_AGENT_STORE.partition("=")
+        leave[name] = value
+    id = f"start-{start}"
     command = build_command(
-        config,
-        given.config,
-        rendezvous_address=given.meet,
-        ranks=given.ranks,
-        index=index,
-        id=f"start-{start}",
+        config, given.config, rendezvous_address=given.meet, ranks=given.ranks, index=index, id=id
     )
     code = launcher.run(command, os.environ | leave)
     # On a single node the supervisor has written the final status before it ended.
@@ -171,6 +194,9 @@ def main(arguments: Sequence[str]) -> int:
         run_dir, before, launcher.stop_signal, code, SETTLE_SECONDS if given.meet is not None else 0.0
     )
     decision = decide(before, outcome, restarts=config.cluster.restarts, requeue=True)
+    if elastic and goes_on(decision, is_open(given.meet, id)):
+        print(f"pod {index} has left the run, which goes on without it", flush=True)
+        return LEFT_RUN
     print(f"pod {index}, start {start} of the job: {decision.why}", flush=True)
     return choose_exit_code(decision, outcome, before)
 

@@ -24,6 +24,7 @@ from toolkit.cluster.job import CONFIG_FILE, RECORD_FILE
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.excluded_hosts import read_excluded_hosts
 from toolkit.rundir.status import RunState, ended_by_budget
 
 ENDS_FILE = "ends.jsonl"
@@ -234,13 +235,13 @@ def append_outcome(folder: Path, outcome: JobOutcome, decision: RequeueDecision)
         os.fsync(file.fileno())
 
 
-def requeue_job(job: str) -> None:
-    """Call ``scontrol requeue`` if the job is still running.
+def requeue_job(job: str) -> bool:
+    """Call ``scontrol requeue`` if the job is still running; return whether it was requeued.
 
     Slurm would also requeue a cancelled job; while its script runs it is shown as COMPLETING, like one past
     its time limit.
     """
-    description = _scontrol("--oneliner", "show", "job", job)
+    description = scontrol("--oneliner", "show", "job", job)
     state = next(
         (word.partition("=")[2] for word in description.stdout.split() if word.startswith("JobState=")),
         "unknown",
@@ -250,15 +251,32 @@ def requeue_job(job: str) -> None:
             f"job {job} is already {state} (cancelled, or past its time limit) and is not requeued",
             flush=True,
         )
-        return
-    result = _scontrol("requeue", job)
+        return False
+    result = scontrol("requeue", job)
     if result.returncode:
         print(f"job {job} could not be requeued: {result.stderr.strip()}", file=sys.stderr, flush=True)
     else:
         print(f"job {job} was requeued", flush=True)
+    return result.returncode == 0
 
 
-def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
+def exclude_from_job(job: str, hosts: str) -> None:
+    """Exclude hosts from a job that was requeued. Slurm changes only jobs that wait, so call this after
+    :func:`requeue_job`; Slurm ends this process some seconds later (``KillWait``).
+    """
+    result = scontrol("update", f"JobId={job}", f"ExcNodeList={hosts}")
+    if result.returncode:
+        print(f"job {job} may use {hosts} again: {result.stderr.strip()}", file=sys.stderr, flush=True)
+    else:
+        print(f"job {job} no longer uses {hosts}", flush=True)
+
+
+def join_hosts(configured: str | None, excluded: Sequence[str]) -> str | None:
+    """Return one list for Slurm: ``cluster.slurm.exclude`` and the hosts that the run has excluded itself."""
+    return ",".join([*([configured] if configured else []), *excluded]) or None
+
+
+def scontrol(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["scontrol", *words], capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False
     )
@@ -283,8 +301,11 @@ def main(arguments: Sequence[str]) -> int:
     append_outcome(given.folder, outcome, decision)
     job = os.environ["SLURM_JOB_ID"]
     print(f"job {job}: {decision.why}", flush=True)
-    if decision.next is NextAction.AGAIN:
-        requeue_job(job)
+    if decision.next is NextAction.AGAIN and requeue_job(job):
+        excluded = [entry.host for entry in read_excluded_hosts(Path(config.run.dir))]
+        hosts = join_hosts(config.cluster.slurm.exclude, excluded)
+        if excluded and hosts:
+            exclude_from_job(job, hosts)
     return decision.code
 
 

@@ -156,6 +156,10 @@ class ClusterConfig:
     """local, slurm or kubernetes. Set by choosing cluster=NAME."""
     nodes: int | None = None
     """Number of machines. Null: as many as the launcher started, or this one."""
+    min_nodes: int | None = None
+    """Keep a job of Slurm or Kubernetes running when nodes are lost, as long as so many are left; between
+    this and cluster.nodes. The global batch and the samples stay the same. Null: the job needs all its nodes.
+    """
     gpus_per_node: int | None = None
     """GPUs per machine; 0: train on CPU. Null: the GPUs of this machine."""
     cpu_ranks: int = 1
@@ -181,7 +185,9 @@ class ClusterConfig:
     no spare node left waits for it. Null: a node can always be replaced at once.
     """
     spare_nodes: int = 0
-    """Nodes that stand by to replace those that fail, for the predicted goodput with cluster.repair_hours."""
+    """Nodes that stand by to replace those that fail. With cluster.min_nodes a job takes them in addition to
+    cluster.nodes; with cluster.repair_hours the predicted goodput counts them.
+    """
     grace_seconds: int = 60
     """Time between a signal and the end of the job, in which a stopping run saves."""
     restarts: int = 3
@@ -214,6 +220,7 @@ class ClusterConfig:
         at_least(
             "cluster", 0, gpus_per_node=self.gpus_per_node, restarts=self.restarts, standbys=self.standbys
         )
+        self._check_min_nodes()
         mtbf = self.node_mtbf_hours
         check(
             mtbf is None or mtbf > 0,
@@ -221,4 +228,25 @@ class ClusterConfig:
             mtbf,
             "cluster.node_mtbf_hours is greater than 0",
             "write cluster.node_mtbf_hours=5000, or null for a published rate",
+        )
+
+    def _check_min_nodes(self) -> None:
+        if self.min_nodes is None:
+            return
+        at_least("cluster", 1, min_nodes=self.min_nodes)
+        nodes = self.nodes or 1
+        remedy = "leave out cluster.min_nodes"
+        check(
+            self.where is not ClusterBackend.local,
+            "cluster.min_nodes",
+            f"{self.min_nodes} with cluster=local",
+            "only jobs of Slurm and Kubernetes are started with a range of nodes",
+            f"{remedy}, and type the range: torchrun --nnodes={self.min_nodes}:MAX on every node",
+        )
+        check(
+            self.min_nodes < nodes,
+            "cluster.min_nodes",
+            f"{self.min_nodes} with cluster.nodes={nodes}",
+            "cluster.min_nodes is less than cluster.nodes",
+            f"write cluster.min_nodes={nodes - 1}, or leave it out" if nodes > 1 else remedy,
         )

@@ -49,6 +49,12 @@ class ForwardDifference:
     def suspects(self) -> tuple[RankForward, ...]:
         return self.faulty or self.peers
 
+    @property
+    def guilty_hosts(self) -> tuple[str, ...]:
+        """Hosts of faulty ranks; none if no other rank shows that the kernels are deterministic."""
+        compared = any(peer not in self.faulty for peer in self.peers)
+        return tuple(dict.fromkeys(rank.host for rank in self.faulty)) if compared else ()
+
 
 def find_difference(forwards: Sequence[RankForward]) -> ForwardDifference | None:
     """Return the first difference in the order of execution: what follows it has wrong inputs.

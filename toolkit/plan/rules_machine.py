@@ -65,11 +65,13 @@ def missing_price(config: RunConfig) -> Problem:
 
 
 def spares_have_repairs(ctx: RuleContext) -> Iterator[Problem]:
-    if ctx.config.cluster.spare_nodes and ctx.config.cluster.repair_hours is None:
+    cluster = ctx.config.cluster
+    if cluster.spare_nodes and cluster.repair_hours is None and cluster.min_nodes is None:
         yield make_warning(
             ctx.config,
             "cluster.spare_nodes cluster.repair_hours",
-            "the predicted goodput counts spare nodes only if repairs take time",
+            "the predicted goodput counts spare nodes only if repairs take time, and only a job with "
+            "cluster.min_nodes takes them",
             "write cluster.repair_hours=24, or leave out cluster.spare_nodes",
         )
 

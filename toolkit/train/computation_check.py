@@ -7,9 +7,11 @@ because averaged gradients spread the wrong values to all replicas alike.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -21,7 +23,10 @@ from toolkit.layout.axes import Coordinates
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.computation import RankForward, find_difference, make_alert
 from toolkit.observe.context import RankContext
+from toolkit.rundir.excluded_hosts import ExcludedHost, exclude_hosts
 from toolkit.train.nonfinite import Diverged
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -78,8 +83,14 @@ class ComputationCheck(Hook):
         alert = make_alert(completed.step, difference, self._equal_at)
         if self._context.rank == 0:
             self._alert(alert)
+            self._exclude(difference.guilty_hosts, alert)
         if self._stops:
             raise WrongComputation(alert, self._context.plan.run_dir)
+
+    def _exclude(self, hosts: Sequence[str], alert: Alert) -> None:
+        entries = [ExcludedHost(host=host, step=alert.step, reason=alert.cause) for host in hosts]
+        if excluded := exclude_hosts(Path(self._context.plan.run_dir), entries):
+            log.warning("the next start of this run on Slurm excludes %s", ", ".join(excluded))
 
     def _choose(self, completed: CompletedStep) -> MicroBatch:
         """Return the micro-batch of this check. Collective."""

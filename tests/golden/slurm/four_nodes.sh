@@ -25,11 +25,13 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=${addresses#* "$first"=}
 address=${address%% *}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=75  # time for the ranks to save; the default is 30 s
+endpoint="${address:-$first}:$((20000 + SLURM_JOB_ID % 10000))"
 # shellcheck disable=SC2016  # expanded by the task's shell
 node='own=${1#* $SLURMD_NODENAME=}; shift
 export PET_LOCAL_ADDR=${own%% *} PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)); exec "$@"'
-task=(bash -c "$node" node "$addresses" "$python" -u -m torch.distributed.run --nnodes=4 --nproc-per-node=8
-  --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="${address:-$first}:$((20000 + SLURM_JOB_ID % 10000))"
+task=(bash -c "$node" node "$addresses" "$python" -u
+  -m torch.distributed.run --nnodes=4 --nproc-per-node=8
+  --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$endpoint"
   --max-restarts=3 "${train[@]}")
 
 code=75

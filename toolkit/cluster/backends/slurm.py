@@ -10,6 +10,10 @@ Slurm, waits for the tasks and runs ``toolkit.cluster.requeue``, which reads sta
 exit codes are not specific enough. submitit could write such scripts too, but it starts a pickled Python
 function per task and has its own signal handler; the ranks already handle both, and the frozen file is
 readable.
+
+A job with ``cluster.min_nodes`` goes on without a node that it loses (``--no-kill``). Its script serves the
+rendezvous of torchrun's agents, so only the loss of the script's own node, the first one, ends the run. Slurm
+then keeps the job without its script; the agents of the other nodes requeue it (cluster/lost_batch_node.py).
 """
 
 from __future__ import annotations
@@ -23,6 +27,15 @@ from pathlib import Path
 
 from toolkit.cluster.backends.cluster_tool import ClusterTool
 from toolkit.cluster.job import CONFIG_FILE, JobId, JobState, TrainingJob
+from toolkit.cluster.node_range import (
+    NO_AGENT_STORE,
+    RENDEZVOUS_TIMES,
+    NodeRange,
+    agent_restarts,
+    job_node_range,
+    requested_nodes,
+)
+from toolkit.cluster.requeue import join_hosts
 from toolkit.commands import command_line, inherited_form
 from toolkit.config.cluster import ClusterBackend, ClusterConfig, SlurmConfig
 from toolkit.errors import ConfigError, InputError, Problem
@@ -62,6 +75,7 @@ OPTION_KEYS = {
     "ntasks": "cluster.nodes",
     "ntasks-per-node": "cluster.cpu_ranks",
     "signal": "cluster.grace_seconds",
+    "no-kill": "cluster.min_nodes",
     "requeue": "cluster.slurm.requeue",
     "no-requeue": "cluster.slurm.requeue",
     "output": "run.dir",
@@ -100,7 +114,8 @@ def sbatch_options(job: TrainingJob) -> list[str]:
     cluster, slurm = job.config.cluster, job.config.cluster.slurm
     asked: list[tuple[str, object]] = [
         ("job-name", job.name),
-        ("nodes", job.world.nodes),
+        ("nodes", requested_nodes(cluster)),
+        ("no-kill", None if cluster.min_nodes is None else ""),
         ("ntasks-per-node", 1),
         (
             "gres",
@@ -116,7 +131,7 @@ def sbatch_options(job: TrainingJob) -> list[str]:
         ("qos", slurm.qos),
         ("priority", slurm.priority),
         ("constraint", slurm.constraint),
-        ("exclude", slurm.exclude),
+        ("exclude", join_hosts(slurm.exclude, job.excluded_hosts)),
         ("reservation", slurm.reservation),
         ("signal", f"B:TERM@{cluster.grace_seconds + END_SECONDS}"),
         ("requeue" if slurm.requeue else "no-requeue", ""),
@@ -135,19 +150,19 @@ def render_script(job: TrainingJob, python: str = sys.executable) -> str:
         python: the interpreter on the nodes; ``cluster.slurm.setup`` may prepare its environment.
     """
     cluster, slurm = job.config.cluster, job.config.cluster.slurm
-    # A node that ends first leaves the others time to save. A task may use all cores of the job on its node;
-    # since Slurm 22.05 srun no longer inherits cpus-per-task from sbatch.
+    nodes, elastic = requested_nodes(cluster), job_node_range(cluster)
+    # A node that ends first leaves the others time to save, or goes without them. A task may use all cores of
+    # the job on its node; since Slurm 22.05 srun no longer inherits cpus-per-task from sbatch.
     srun = [
-        f"--nodes={job.world.nodes}",
+        f"--nodes={nodes}",
         "--ntasks-per-node=1",
         "--cpu-bind=none",
         "--input=none",
         "--kill-on-bad-exit=0",
-        f"--wait={cluster.grace_seconds + END_SECONDS}",
+        *(["--no-kill", "--wait=0"] if elastic else [f"--wait={cluster.grace_seconds + END_SECONDS}"]),
     ]
     if slurm.cpus_per_task is not None:
         srun.append(f"--cpus-per-task={slurm.cpus_per_task}")
-    nodes = job.world.nodes
     parts = [
         "#!/bin/bash",
         f"# {job.name}, job {job.number}: one distributed training, one task per node ({nodes}). "
@@ -160,19 +175,25 @@ def render_script(job: TrainingJob, python: str = sys.executable) -> str:
         f"folder={shlex.quote(str(job.folder))}",
         f"train=({_quote_words(job.command())})",
         f"srun=({_quote_words(srun)})",
-        _ONE_NODE
-        if nodes == 1
-        else _SEVERAL_NODES.format(
-            nodes=nodes,
-            ranks=job.world.ranks_per_node,
-            first=FIRST_PORT,
-            ports=PORTS,
-            restarts=cluster.restarts,
-            leave=cluster.grace_seconds + END_SECONDS // 2,
-        ),
+        _ONE_NODE if nodes == 1 else _several_nodes(job, elastic),
         _RUN,
+        *([_END_SERVER] if elastic else []),
+        _DECIDE,
     ]
     return "\n".join(parts)
+
+
+def _several_nodes(job: TrainingJob, elastic: NodeRange | None) -> str:
+    cluster = job.config.cluster
+    return _SEVERAL_NODES.format(
+        nodes=elastic or job.world.nodes,
+        ranks=job.world.ranks_per_node,
+        first=FIRST_PORT,
+        ports=PORTS,
+        restarts=agent_restarts(cluster),
+        leave=cluster.grace_seconds + END_SECONDS // 2,
+        task=_ELASTIC_TASK.format(export=NO_AGENT_STORE, times=RENDEZVOUS_TIMES) if elastic else _TASK,
+    )
 
 
 _TRAPS = """\
@@ -201,14 +222,39 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=${{addresses#* "$first"=}}
 address=${{address%% *}}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={leave}  # time for the ranks to save; the default is 30 s
-# shellcheck disable=SC2016  # expanded by the task's shell
-node='own=${{1#* $SLURMD_NODENAME=}}; shift
-export PET_LOCAL_ADDR=${{own%% *}} PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)); exec "$@"'
-task=(bash -c "$node" node "$addresses" "$python" -u -m torch.distributed.run \
---nnodes={nodes} --nproc-per-node={ranks}
-  --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" \
---rdzv-endpoint="${{address:-$first}}:$(({first} + SLURM_JOB_ID % {ports}))"
+endpoint="${{address:-$first}}:$(({first} + SLURM_JOB_ID % {ports}))"
+{task}
+  -m torch.distributed.run --nnodes={nodes} --nproc-per-node={ranks}
+  --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$endpoint"
   --max-restarts={restarts} "${{train[@]}}")
+"""
+
+_TASK = """\
+# shellcheck disable=SC2016  # expanded by the task's shell
+node='own=${1#* $SLURMD_NODENAME=}; shift
+export PET_LOCAL_ADDR=${own%% *} PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)); exec "$@"'
+task=(bash -c "$node" node "$addresses" "$python" -u\
+"""
+
+# The task's shell outlives the agent and its ranks, which receive signals themselves.
+_ELASTIC_TASK = """\
+export {export}  # without it, no node can join later
+{{
+  trap '' TERM
+  "$python" -m toolkit.cluster.rendezvous_server "${{endpoint##*:}}" --id="$SLURM_JOB_ID" ||
+    while scancel --signal=TERM "$SLURM_JOB_ID"; do sleep 10; done  # no agent can go on without it
+}} &
+server=$!
+disown  # the shell does not report its end
+# shellcheck disable=SC2016  # expanded by the task's shell
+node='trap : TERM INT HUP USR1 USR2
+own=${{1#* $SLURMD_NODENAME=}}; shift
+export PET_LOCAL_ADDR=${{own%% *}} PET_RDZV_CONF=is_host=0,{times}
+"$@"
+code=$?
+"$1" -m toolkit.cluster.lost_batch_node "$0"  # requeues the job if nothing else can
+exit "$code"'
+task=(bash -c "$node" "$endpoint" "$addresses" "$python" -u\
 """
 
 _RUN = """\
@@ -221,7 +267,14 @@ if [ "$asked" = none ]; then
     code=$?
   done
 fi
-trap '' TERM INT  # the decision below must not be interrupted
+trap '' TERM INT  # the decision below must not be interrupted\
+"""
+
+_END_SERVER = """\
+kill -KILL "$server" 2>/dev/null  # all agents have ended, and the server ends with its parent process\
+"""
+
+_DECIDE = """\
 "$python" -m toolkit.cluster.requeue "$folder" --asked="$asked" --code="$code"
 """
 

@@ -1,0 +1,101 @@
+"""A job of Slurm that has lost the node of its script is requeued by another node.
+
+pytest tests/cluster/test_lost_batch_node.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toolkit.cluster import lost_batch_node
+from toolkit.cluster.lost_batch_node import BatchNode, main, read_batch_node
+
+KEPT = "JobId=7 JobState=RUNNING NodeList=node[1-2] BatchHost=node1 NumNodes=2"
+LOST = "JobId=7 JobState=RUNNING NodeList=node2 BatchHost=node1 NumNodes=1"
+PENDING = "JobId=7 JobState=PENDING NodeList= NumNodes=2"
+
+
+@pytest.mark.parametrize(
+    ("description", "state"),
+    [(KEPT, BatchNode.KEPT), (LOST, BatchNode.LOST), (PENDING, BatchNode.ENDED), ("", BatchNode.ENDED)],
+)
+def test_state_of_the_batch_node(description: str, state: BatchNode) -> None:
+    names = {"node[1-2]": ["node1", "node2"], "node2": ["node2"]}
+    assert read_batch_node(description, names.__getitem__) is state
+
+
+Slurm = Callable[..., Callable[[], list[str]]]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """Commands of Slurm that describe the job in turn and record what they are asked for."""
+
+    def install(*descriptions: str, requeue: int = 0) -> Callable[[], list[str]]:
+        calls = tmp_path / "calls"
+        calls.touch()
+        (tmp_path / "descriptions").write_text("".join(f"{text}\n" for text in descriptions))
+        bodies = {
+            "scontrol": f"""case "$*" in
+  *hostnames*1-2*) printf "node1\\nnode2\\n";;
+  *hostnames*) echo node2;;
+  *show*) head -n 1 {tmp_path}/descriptions; sed -i 1d {tmp_path}/descriptions;;
+  *) echo "scontrol $*" >> {calls}; exit {requeue};;
+esac""",
+            "scancel": f'echo "scancel $*" >> {calls}',
+        }
+        for name, body in bodies.items():
+            (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+            (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setattr(lost_batch_node, "POLL_SECONDS", 0.01)
+        monkeypatch.setattr(lost_batch_node, "is_open", lambda *_: None)
+        return lambda: calls.read_text().splitlines()
+
+    return install
+
+
+def test_job_is_requeued_once_slurm_has_removed_the_node(slurm: Slurm) -> None:
+    calls = slurm(KEPT, KEPT, LOST)
+    assert main(["node1:1"]) == 0
+    assert calls() == ["scontrol requeue 7"]
+
+
+def test_job_that_may_not_be_requeued_frees_its_nodes(slurm: Slurm) -> None:
+    calls = slurm(LOST, LOST, requeue=1)
+    main(["node1:1"])
+    assert calls() == ["scontrol requeue 7", "scancel 7"]
+
+
+def test_job_that_another_node_has_requeued_is_left_alone(slurm: Slurm) -> None:
+    calls = slurm(LOST, PENDING, requeue=1)
+    main(["node1:1"])
+    assert calls() == ["scontrol requeue 7"]
+
+
+def test_job_that_ends_is_not_requeued(slurm: Slurm) -> None:
+    calls = slurm(KEPT, PENDING)
+    main(["node1:1"])
+    assert calls() == []
+
+
+def test_job_that_keeps_its_node_is_not_requeued(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the server has died: the script notices that all tasks have ended."""
+    calls = slurm(*[KEPT] * 500)
+    monkeypatch.setattr(lost_batch_node, "WAIT_SECONDS", 0.2)
+    main(["node1:1"])
+    assert calls() == []
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_node_that_leaves_a_job_with_its_script_does_nothing(
+    is_open: bool, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = slurm(LOST)
+    monkeypatch.setattr(lost_batch_node, "is_open", lambda *_: is_open)
+    main(["node1:1"])
+    assert calls() == []

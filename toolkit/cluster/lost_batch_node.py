@@ -1,0 +1,84 @@
+"""Requeue an elastic job of Slurm that has lost the node of its batch script.
+
+    python -m toolkit.cluster.lost_batch_node HOST:PORT      on each node, after its agent has ended
+
+With ``--no-kill`` Slurm keeps such a job: it removes the node, and the job stays allocated until its time
+limit, without a script that could requeue it (slurmctld, ``kill_running_job_by_node_name``). The agents of
+the other nodes end when the rendezvous of the script no longer answers, and then run this.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+from toolkit.cluster.rendezvous_server import is_open
+from toolkit.cluster.requeue import scontrol
+
+# Slurm removes a node that does not respond after SlurmdTimeout, which is 300 s by default.
+WAIT_SECONDS = 1800.0
+POLL_SECONDS = 10.0
+
+
+class BatchNode(StrEnum):
+    """What Slurm knows of the node that runs a job's script."""
+
+    KEPT = "kept"  # or not yet known to be lost
+    LOST = "lost"
+    ENDED = "ended"  # the job itself does not run any more
+
+
+def read_batch_node(description: str, hostnames: Callable[[str], Sequence[str]]) -> BatchNode:
+    """Return whether a job still has the node of its script.
+
+    Args:
+        description: the output of ``scontrol --oneliner show job``.
+        hostnames: expands a list of nodes, such as node[1-3].
+    """
+    fields = dict(word.partition("=")[::2] for word in description.split())
+    if fields.get("JobState") != "RUNNING":
+        return BatchNode.ENDED
+    return BatchNode.KEPT if fields["BatchHost"] in hostnames(fields["NodeList"]) else BatchNode.LOST
+
+
+def wait_for_loss(job: str) -> bool:
+    """Wait until Slurm has removed the node of the job's script; return False if the job ends instead, or if
+    Slurm keeps the node.
+    """
+
+    def hostnames(nodes: str) -> list[str]:
+        return scontrol("show", "hostnames", nodes).stdout.split()
+
+    until = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < until:
+        match read_batch_node(scontrol("--oneliner", "show", "job", job).stdout, hostnames):
+            case BatchNode.LOST:
+                return True
+            case BatchNode.ENDED:
+                return False
+        time.sleep(POLL_SECONDS)
+    return False
+
+
+def main(arguments: Sequence[str]) -> int:
+    (endpoint,) = arguments
+    job = os.environ["SLURM_JOB_ID"]
+    if is_open(endpoint, job) is not None or not wait_for_loss(job):
+        return 0
+    result = scontrol("requeue", job)
+    if result.returncode == 0:
+        print(f"job {job} lost the node of its script and was requeued", flush=True)
+    elif not wait_for_loss(job):
+        return 0  # another node requeued it
+    else:  # cluster.slurm.requeue=false: free its nodes
+        print(f"job {job} lost the node of its script and is cancelled: {result.stderr.strip()}", flush=True)
+        subprocess.run(["scancel", job], check=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
