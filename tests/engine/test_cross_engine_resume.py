@@ -179,7 +179,7 @@ def probe(batches: list[Any], position: int, token: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("exporter", "family"), quick(EXPORTS, 0, 1, unpack=True))
+@pytest.mark.parametrize(("exporter", "family"), quick(EXPORTS, 0, unpack=True))
 def test_transformers_matches_the_exporting_engine(
     exporter: str, family: str, pool: RankPool, tmp_path: Path
 ) -> None:

@@ -147,7 +147,7 @@ AGREEING = [
 ]
 
 
-@pytest.mark.parametrize("case", quick(AGREEING, 2, 3, 5), ids=str)
+@pytest.mark.parametrize("case", quick(AGREEING, 2, 5), ids=str)
 def test_weights_equal_rounded_masters(case: Cell, pool: RankPool) -> None:
     assert pool.run(read_back, case, ranks=2)[0] == [True, True]
 
@@ -365,7 +365,7 @@ SOMETIMES = [
 ]
 
 
-@pytest.mark.parametrize("case", SOMETIMES, ids=str)
+@pytest.mark.parametrize("case", quick(SOMETIMES, 4, 5), ids=str)
 def test_parameters_unused_by_some_micro_batches_match_local(case: Cell, pool: RankPool) -> None:
     """Without the patches, ZeRO 3 and offload use gradients of earlier steps (loss 0.1 off)."""
     check_parity(pool.run(trace, case, ranks=case.ranks)[0], trace(0, 1, case.reference()), TOLERANCE)

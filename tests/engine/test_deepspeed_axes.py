@@ -109,7 +109,8 @@ AXES = [
 ]
 
 
-@pytest.mark.parametrize("case", quick(AXES, 0), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("case", AXES, ids=str)
 def test_bf16_matches_local_bf16(case: Cell, pool: RankPool) -> None:
     """Within tolerances: partial activations and gradients are rounded to bf16 before they are summed.
 

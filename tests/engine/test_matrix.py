@@ -190,7 +190,7 @@ def crossed(plan: RunPlan) -> Iterator[None]:
 
 
 CONTROLS: dict[str, tuple[str, OptimizerCase, Callable[[RunPlan], Any], dict[str, Any]]] = {
-    "doubled gradients": ("megatron/llama/tp2-sp", OptimizerCase.SGD, doubled, {}),
+    "doubled gradients": ("megatron/llama/dp2-zero1", OptimizerCase.SGD, doubled, {}),
     "doubled gradients, DeepSpeed": (
         "deepspeed/llama/dp2-zero2",
         OptimizerCase.SGD,

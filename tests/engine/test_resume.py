@@ -97,6 +97,7 @@ def test_control_zeroed_moments(saved: Saved, pool: RankPool) -> None:
     assert loss > 10 * TOLERANCE.loss, f"without moments the loss differs by {loss:.1e} only"
 
 
+@pytest.mark.full
 def test_resume_in_another_precision(saved: Saved, pool: RankPool) -> None:
     """A bf16 run resumes an fp32 one with its exact weights as masters, and the other way round.
 
