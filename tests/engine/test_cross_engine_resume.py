@@ -1,7 +1,7 @@
 """Resuming in other engines and layouts matches ``local``; transformers opens every engine's export.
 
     pytest tests/engine/test_cross_engine_resume.py
-    pytest tests/engine/test_cross_engine_resume.py -m full        exports of every family from every engine
+    pytest tests/engine/test_cross_engine_resume.py -m full        exports of every family from both engines
 
 Four steps each, through checkpoints on disk that every rank writes and reads. With zeroed moments the losses
 must leave the tolerance.
