@@ -132,6 +132,11 @@ def trace(rank: int, ranks: int, cell: Cell, *, steps: int | None = None, **sett
     return run_trace(plan, rank=rank, steps=steps or steps_to_learn(plan), **settings)
 
 
+def long_trace(rank: int, ranks: int, cell: Cell) -> RunTrace:
+    """Train the cell as long as the measured differences of docs/results.md."""
+    return trace(rank, ranks, cell, steps=parity.STEPS)
+
+
 def steps_to_learn(plan: RunPlan) -> int:
     """STEPS, or more for deeper or other models and for smaller batches; SGD needs no fall."""
     model = plan.config.model

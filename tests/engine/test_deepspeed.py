@@ -25,6 +25,7 @@ from tests.engine.cases import (
     SGD,
     Cell,
     cell,
+    long_trace,
     make,
     quick,
     steps,
@@ -147,7 +148,7 @@ AGREEING = [
 ]
 
 
-@pytest.mark.parametrize("case", quick(AGREEING, 2, 3, 5), ids=str)
+@pytest.mark.parametrize("case", quick(AGREEING, 2, 5), ids=str)
 def test_weights_equal_rounded_masters(case: Cell, pool: RankPool) -> None:
     assert pool.run(read_back, case, ranks=2)[0] == [True, True]
 
@@ -223,10 +224,10 @@ def test_bf16_matches_local_bf16(stage: int, pool: RankPool) -> None:
 
     Measured differences over 20 steps: loss 2.7e-4, gradient norm 2.4e-3, weights 2.6e-4.
     """
-    case = cell(stage, **BF16)
+    case = cell(stage, **BF16, optim__lr=1e-3)
     check_parity(
-        pool.run(trace, case, ranks=2)[0],
-        trace(0, 1, case.reference()),
+        pool.run(long_trace, case, ranks=2)[0],
+        long_trace(0, 1, case.reference()),
         Distance(loss=1e-3, norm=1e-2, weight=1e-3),
     )
 
@@ -284,14 +285,15 @@ def test_fp16_scale_growth_does_not_change_the_step(stage: int, pool: RankPool) 
 
 # -- Optimizers
 
-MUON: dict[str, Any] = {"optim__name": "muon", "optim__momentum": 0.95, "optim__clip": 0.0}
+MUON: dict[str, Any] = {"optim__name": "muon", "optim__momentum": 0.95, "optim__lr": 1e-3, "optim__clip": 0.0}
 
 
 @pytest.mark.parametrize("stage", quick([0, 1, 2, 3], 3))
 def test_muon_matches_local(stage: int, pool: RankPool) -> None:
     """The gradient norm is that of the orthogonalized update under every stage, as in the local engine."""
     case = cell(stage, **MUON)
-    found, expected = pool.run(trace, case, ranks=2)[0], trace(0, 1, case.reference())
+    found = pool.run(long_trace, case, ranks=2)[0]
+    expected = long_trace(0, 1, case.reference())
     distance = found.distance(expected)
     assert expected.losses[0] - expected.losses[-1] > 0.3
     assert distance.loss <= 1e-3, str(distance)
@@ -365,7 +367,7 @@ SOMETIMES = [
 ]
 
 
-@pytest.mark.parametrize("case", SOMETIMES, ids=str)
+@pytest.mark.parametrize("case", quick(SOMETIMES, 4, 5), ids=str)
 def test_parameters_unused_by_some_micro_batches_match_local(case: Cell, pool: RankPool) -> None:
     """Without the patches, ZeRO 3 and offload use gradients of earlier steps (loss 0.1 off)."""
     check_parity(pool.run(trace, case, ranks=case.ranks)[0], trace(0, 1, case.reference()), TOLERANCE)

@@ -30,6 +30,7 @@ from tests.engine.cases import (
     TENSOR,
     Cell,
     cell,
+    long_trace,
     make,
     quick,
     steps,
@@ -109,17 +110,18 @@ AXES = [
 ]
 
 
-@pytest.mark.parametrize("case", quick(AXES, 0), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("case", AXES, ids=str)
 def test_bf16_matches_local_bf16(case: Cell, pool: RankPool) -> None:
     """Within tolerances: partial activations and gradients are rounded to bf16 before they are summed.
 
-    Measured over 20 steps at half of the learning rate: loss 5.2e-4, gradient norm 7.9e-3, weights 4.8e-3
+    Measured over 20 steps: loss 5.2e-4, gradient norm 7.9e-3, weights 4.8e-3
     (of a router, whose choices are not smooth).
     """
-    case = replace(case, more=(*case.more, *BF16.items()))
+    case = replace(case, more=(*case.more, *BF16.items(), ("optim__lr", 1e-3)))
     check_parity(
-        pool.run(trace, case, ranks=2)[0],
-        trace(0, 1, case.reference()),
+        pool.run(long_trace, case, ranks=2)[0],
+        long_trace(0, 1, case.reference()),
         Distance(loss=2e-3, norm=3e-2, weight=1e-2),
     )
 

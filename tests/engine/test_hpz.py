@@ -77,7 +77,7 @@ def evaluate_and_reload(rank: int, ranks: int, case: Cell) -> tuple[list[float],
     return losses, copies
 
 
-@pytest.mark.parametrize("threshold", quick([0, 5000], 0))
+@pytest.mark.parametrize("threshold", quick([0, 5000]))
 def test_evaluation_and_reload_leave_no_stale_partitions(threshold: int, pool: RankPool) -> None:
     case = hpz(2, threshold=threshold)
     losses, copies = pool.run(evaluate_and_reload, case, ranks=4)[0]

@@ -124,7 +124,9 @@ def test_delays_of_one_rank_are_attributed_to_their_parts(pool: RankPool) -> Non
     )
 
 
-@pytest.mark.parametrize("name", ["deepspeed-dp2-zero3", "megatron-tp2"])
+@pytest.mark.parametrize(
+    "name", ["deepspeed-dp2-zero3", pytest.param("megatron-tp2", marks=pytest.mark.full)]
+)
 def test_communication_is_attributed_to_its_axis(name: str, pool: RankPool) -> None:
     """Control: without the patched methods the time counts as computation."""
     cell, axes = LAYOUTS[name]

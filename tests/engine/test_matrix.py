@@ -203,7 +203,7 @@ CONTROLS: dict[str, tuple[str, OptimizerCase, Callable[[RunPlan], Any], dict[str
         right,
         {"batches": repeat_first_rank},
     ),
-    "decay of norms": ("megatron/llama/dp2-zero1", OptimizerCase.ADAM, everything_decays, {}),
+    "decay of norms": ("megatron/llama/tp2-sp", OptimizerCase.ADAM, everything_decays, {}),
     "rotated query groups": ("megatron/llama/tp2-sp", OptimizerCase.ADAM, rotated, {}),
     "gate and up swapped": ("megatron/llama/tp2-sp", OptimizerCase.ADAM, swapped, {}),
     "activations crossed": ("megatron/llama/pp2", OptimizerCase.ADAM, crossed, {}),
@@ -227,7 +227,7 @@ def test_control_is_far_from_the_reference(name: str, pool: RankPool, references
 
 @pytest.mark.full
 def test_control_no_clipping(pool: RankPool, references: References) -> None:
-    cell = named("megatron/llama/dp2-zero1")
+    cell = named("megatron/llama/tp2-sp")
     plan = cell.plan(OptimizerCase.ADAM, optim__clip=0.0)
     found = pool.run(wrong_on_rank, plan, right, {}, STEPS, ranks=cell.ranks)[0]
     far(cell, OptimizerCase.ADAM, found, references)

@@ -60,6 +60,7 @@ def without_weight_gradients(plan: RunPlan) -> Iterator[None]:
         yield
 
 
+@pytest.mark.full
 def test_control_without_weight_gradients(pool: RankPool, references: References) -> None:
     plan = GPT2.plan(OptimizerCase.ADAM)
     found = pool.run(wrong_on_rank, plan, without_weight_gradients, {}, CONTROL_STEPS, ranks=1)[0]

@@ -203,7 +203,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-QUICK = ("llama-bf16", "mixtral", "mixtral-fused", "tp2-sp", "documents-bf16", "eager-bf16", "cp2-flash")
+QUICK = ("llama-bf16", "mixtral-fused", "tp2-sp", "documents-bf16")
 
 
 @pytest.mark.parametrize(

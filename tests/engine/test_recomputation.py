@@ -57,7 +57,6 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     ),
 }
 QUICK = {("zero3", "offload"), ("megatron-sp", "selective"), ("megatron-pp", "every-second")}
-QUICK_COMPILED = {("gpt2", "selective")}
 CASES = [
     pytest.param(
         layout, mode, id=f"{layout}-{mode}", marks=() if (layout, mode) in QUICK else pytest.mark.full
@@ -148,25 +147,16 @@ def local_trace(family: str, found: dict[str, parity.RunTrace]) -> parity.RunTra
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "family",
-    [
-        name if name in ("gpt2", "mixtral") else pytest.param(name, marks=pytest.mark.full)
-        for name in FAMILIES
-    ],
+    "family", [name if name == "mixtral" else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
 )
 def test_no_result_changes_locally(family: str, mode: str, local: dict[str, parity.RunTrace]) -> None:
     found = parity.run_trace(tiny_plan(family, model__dropout=0.1, **MODES[mode]), steps=STEPS)
     assert found.distance(local_trace(family, local)) == EQUAL
 
 
-@pytest.mark.parametrize(
-    ("family", "mode"),
-    [
-        pytest.param(family, mode, marks=() if (family, mode) in QUICK_COMPILED else pytest.mark.full)
-        for family in ("gpt2", "llama")
-        for mode in MODES
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("mode", MODES)
 def test_compiled_layers_recompute_inside_their_graph(
     family: str, mode: str, local: dict[str, parity.RunTrace], monkeypatch: pytest.MonkeyPatch
 ) -> None:

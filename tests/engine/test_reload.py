@@ -79,7 +79,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("case", quick(LAYOUTS, 1, 2), ids=str)
+@pytest.mark.parametrize("case", quick(LAYOUTS, 2), ids=str)
 def test_engine_repeats_its_steps_after_loading(case: Cell, pool: RankPool, tmp_path: Path) -> None:
     for found in pool.run(repeat_steps, case, tmp_path, ranks=case.ranks, timeout=300):
         assert found.skipped

@@ -1,6 +1,6 @@
 """Checkpoints in an object store, loaded by another engine and layout than saved them.
 
-pytest tests/engine/test_store.py
+pytest tests/engine/test_store.py -m full
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ def train_from_store(
     return losses, reader.needed, reader.elements
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [(ZERO3, TENSOR), pytest.param(TENSOR, ZERO3, marks=pytest.mark.full)],
-    ids=["zero3-tensor", "tensor-zero3"],
+    ("saved", "loaded"), [(ZERO3, TENSOR), (TENSOR, ZERO3)], ids=["zero3-tensor", "tensor-zero3"]
 )
 def test_another_layout_loads_from_a_store_as_from_disk(
     pool: RankPool, store: Store, tmp_path: Path, saved: Cell, loaded: Cell

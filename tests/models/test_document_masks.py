@@ -58,9 +58,7 @@ def apart(model: Any, logits: torch.Tensor, batch: MicroBatch) -> float:
 
 
 KERNELS = [
-    pytest.param(
-        family, kernel, marks=[] if kernel is AttentionKernel.sdpa or family == "gpt2" else pytest.mark.full
-    )
+    pytest.param(family, kernel, marks=[] if kernel is AttentionKernel.sdpa else pytest.mark.full)
     for family in FAMILIES
     for kernel in (AttentionKernel.sdpa, AttentionKernel.eager, AttentionKernel.flex)
 ]

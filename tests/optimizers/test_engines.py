@@ -142,7 +142,6 @@ def far(ours: list[float], theirs: list[float]) -> float:
 
 
 CELLS = [
-    ("lion", zero(2)),
     ("own", zero(3)),
     ("adafactor", zero(0)),
     *(
@@ -150,6 +149,7 @@ CELLS = [
         for name, stage in (
             ("lion", 0),
             ("lion", 1),
+            ("lion", 2),
             ("lion", 3),
             ("own", 0),
             ("own", 1),

@@ -19,6 +19,7 @@ from toolkit.plan.types import World
 TEXT = (Path(__file__).resolve().parents[2] / "docs/engine_support.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_document_is_up_to_date() -> None:
     assert engine_support.document() == TEXT, (
         "regenerate it: python -m toolkit.plan.engine_support > docs/engine_support.md"

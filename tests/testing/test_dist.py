@@ -91,6 +91,7 @@ def test_run_ranks_leaves_no_process() -> None:
     assert gone({answer[2] for answer in answers})
 
 
+@pytest.mark.full
 def test_spawned_ranks() -> None:
     """As on GPUs, whose state does not survive a fork; here with gloo."""
     pool = RankPool(2)

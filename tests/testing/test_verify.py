@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,15 +194,10 @@ def test_cells_are_selected_by_name_and_pattern() -> None:
         select_cells(["nonsense"])
 
 
-def test_command_reports_an_unknown_cell() -> None:
-    done = subprocess.run(
-        [sys.executable, "launch/verify.py", "--cells", "nonsense"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).resolve().parents[2],
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "--cells nonsense" in done.stderr
-    assert "remedy" in done.stderr
+def test_command_reports_an_unknown_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    from launch.verify import main
+
+    assert main(["--cells", "nonsense"]) == 2
+    error = capsys.readouterr().err
+    assert "--cells nonsense" in error
+    assert "remedy" in error
