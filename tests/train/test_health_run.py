@@ -288,7 +288,10 @@ def alerts_of(
     attempt = directory.begin(config, to_json(plan_of(config, ranks)))
     try:
         arguments = (config, attempt, fault, group_seconds)
-        codes = [trained(0, 1, *arguments)] if pool is None else pool.run(trained, *arguments, ranks=ranks)
+        if pool is None:
+            codes = [trained(0, 1, *arguments)]
+        else:
+            codes = pool.run(trained, *arguments, ranks=ranks, timeout=600)
     finally:
         directory.release()
     assert codes == [ExitCode.DONE] * ranks
@@ -383,6 +386,7 @@ def hog() -> Iterator[None]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_healthy_run_on_a_busy_host_gives_only_its_alert(
     ranks: int, data: Path, tmp_path: Path, pool: RankPool
@@ -405,6 +409,7 @@ def test_healthy_run_on_a_busy_host_gives_only_its_alert(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) > 4, reason="needs a busy process per processor")
 def test_rank_on_a_shared_processor_gives_the_busy_host_alert(data: Path, tmp_path: Path) -> None:
     """Both run on one core."""
