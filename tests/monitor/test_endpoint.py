@@ -1,6 +1,6 @@
 """W&B online with a local server: a shared run of two nodes, and servers that refuse, hang or return errors.
 
-pytest tests/monitor/test_endpoint.py
+pytest tests/monitor/test_endpoint.py -m full
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.subprocess_sink import SubprocessSink
 from toolkit.monitor.sinks.wandb import WandbSink, wandb_run
 
+pytestmark = pytest.mark.full
 STEPS, STEP_SECONDS = 40, 0.02
 START_SECONDS, CLOSE_SECONDS = 1.5, 4.0
 
@@ -224,7 +225,6 @@ def log_steps(sink: Sink) -> list[float]:
     return took
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", ["hangs", "refuses", "fails"])
 def test_unusable_server_does_not_slow_down_logging(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -450,7 +450,12 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         "micro-batch",
     ),
     ({"cluster__gpu": "quantum"}, replace(h100s(2), gpu="quantum"), "cluster.gpu", "h100"),
-    ({"cluster__gpu": "a100"}, replace(h100s(2), gpu="a100"), "cluster.gpu", "write a100-40gb or a100-80gb"),
+    (
+        {"cluster__gpu": "a100"},
+        replace(h100s(2), gpu="a100"),
+        "cluster.gpu",
+        "write cluster.gpu=a100-40gb or cluster.gpu=a100-80gb",
+    ),
     (
         {"model": PUBLISHED["mixtral-8x7b"], "data__name": "prepared", "train__micro_batch": 1},
         h100s(8),

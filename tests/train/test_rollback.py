@@ -1,7 +1,7 @@
 """Runs that go back to a sound checkpoint after a NaN and a spike, and skip the samples before them.
 
-    pytest tests/train/test_rollback.py             ZeRO 1 on two ranks, and a killed run of one process
-    pytest tests/train/test_rollback.py -m full     further layouts and both engines
+    pytest tests/train/test_rollback.py             ZeRO 1 on two ranks
+    pytest tests/train/test_rollback.py -m full     every engine, and killed runs
 
 Their losses are compared to the bit with those of runs that skip the same samples from the beginning.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -268,11 +268,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def layouts(quick: Sequence[str], names: Iterable[str] = LAYOUTS) -> list[Any]:
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
-
-
-@pytest.mark.parametrize("layout", layouts(["zero1"]))
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "zero1" else pytest.mark.full) for name in LAYOUTS]
+)
 def test_run_goes_back_skips_samples_and_ends(
     layout: str, poison: Poison, fresh: FreshRun, pool: RankPool
 ) -> None:
@@ -317,7 +315,8 @@ def test_control_run_that_skips_nothing_meets_the_fault_until_the_limit(
     assert found.saved() == [4]
 
 
-@pytest.mark.parametrize("layout", layouts(["local"], ["local", "zero1"]))
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["local", "zero1"])
 def test_run_that_is_killed_after_a_rollback_skips_the_same_samples(
     layout: str, poison: Poison, fresh: FreshRun, pool: RankPool
 ) -> None:

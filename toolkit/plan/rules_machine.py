@@ -18,7 +18,7 @@ GB = 1e9
 def gpu_is_known(ctx: RuleContext) -> Iterator[Problem]:
     name = ctx.config.cluster.gpu
     if name is not None and find_gpu(name) is None:
-        similar = [gpu for gpu in GPUS if gpu.startswith(f"{name.lower()}-")]
+        similar = [f"cluster.gpu={gpu}" for gpu in GPUS if gpu.startswith(f"{name.lower()}-")]
         yield make_warning(
             ctx.config,
             "cluster.gpu",
