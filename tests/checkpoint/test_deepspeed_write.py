@@ -134,7 +134,7 @@ QUICK = [
     pytest.param("gpt2", Layout(1, data=2), {}, marks=pytest.mark.full),
     ("qwen3", Layout(3, data=4, sub_group=50), ODD),
     ("qwen2", Layout(1, pipeline=2), {}),
-    ("llama", Layout(3, tensor=2), {}),
+    pytest.param("llama", Layout(3, tensor=2), {}, marks=pytest.mark.full),
 ]
 
 
