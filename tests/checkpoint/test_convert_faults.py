@@ -132,7 +132,10 @@ MOMENTS = [
     (RENAMED, 0),
 ]
 EACH_PHASE = [
-    moment for moment in MOMENTS if moment not in ((WRITE, 0), (WRITE, 20), (ConversionPhase.UNITS, 11))
+    moment
+    for moment in MOMENTS
+    if moment not in ((WRITE, 0), (WRITE, 20), (ConversionPhase.SYNC, 0))
+    and moment not in ((ConversionPhase.UNITS, nth) for nth in (0, 11))
 ]
 
 

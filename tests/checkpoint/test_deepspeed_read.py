@@ -84,8 +84,8 @@ QUICK = [
     cell(2, 2, 2, "gpt2", **ODD, **FP16),
     cell(3, 4, 1, "qwen3", **SMALL, **SUB_GROUPS),
     cell(3, 3, 1, "llama", **ODD, **BF16),
-    cell(1, 4, 1, "llama", **EVEN, **BF16, parallel__tensor=2),
-    cell(1, 4, 1, "gpt2", **ODD, **BF16, parallel__pipeline=2),
+    cell(1, 2, 1, "llama", **EVEN, **BF16, parallel__tensor=2),
+    cell(1, 2, 1, "gpt2", **ODD, **BF16, parallel__pipeline=2),
 ]
 RESUMED = (
     QUICK[0],

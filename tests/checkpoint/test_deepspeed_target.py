@@ -114,7 +114,7 @@ def test_unknown_model_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(1, data=64), Layout(3, data=150), Layout(2, data=8, tensor=8), Layout(1, data=4, pipeline=5)],
+    [Layout(1, data=64), Layout(3, data=50), Layout(2, data=8, tensor=8), Layout(1, data=4, pipeline=5)],
     ids=str,
 )
 @pytest.mark.parametrize("precision", [pytest.param(Precision.fp32, marks=pytest.mark.full), Precision.bf16])

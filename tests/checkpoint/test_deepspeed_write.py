@@ -1,7 +1,7 @@
 """DeepSpeed loads written checkpoints bitwise, and continues training as if uninterrupted.
 
     pytest tests/checkpoint/test_deepspeed_write.py
-    pytest tests/checkpoint/test_deepspeed_write.py -m full     every stage and layout of every family
+    pytest tests/checkpoint/test_deepspeed_write.py -m full     every stage, axis, family and precision
 
 Settings of the parity tests (lr 1e-3, eps 1e-4). The control is a checkpoint without moments, which must
 exceed the tolerance.
@@ -134,7 +134,7 @@ QUICK = [
     pytest.param("gpt2", Layout(1, data=2), {}, marks=pytest.mark.full),
     ("qwen3", Layout(3, data=4, sub_group=50), ODD),
     ("qwen2", Layout(1, pipeline=2), {}),
-    ("llama", Layout(3, tensor=2), {}),
+    pytest.param("llama", Layout(3, tensor=2), {}, marks=pytest.mark.full),
 ]
 
 

@@ -154,6 +154,7 @@ def test_pytorch_reads_equal_values(megatron_saved: Saves) -> None:
 # ---- what is refused
 
 
+@pytest.mark.full
 def test_other_sharding_types_are_rejected(megatron_saved: Saves, tmp_path: Path) -> None:
     case = QWEN2_BF16
     megatron_saved.pool.run(
@@ -228,9 +229,8 @@ def test_damage_is_reported_by_file(megatron_saved: Saves, tmp_path: Path, damag
 OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 6000))
 
 
-@pytest.mark.parametrize(
-    "precision", [BF16, pytest.param(None, marks=pytest.mark.full)], ids=["bf16", "fp32"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("precision", [BF16, None], ids=["bf16", "fp32"])
 def test_known_upstream_corruption_is_rejected(megatron_saved: Saves, tmp_path: Path, precision: Any) -> None:
     """With several buckets under overlap_grad_reduce, Megatron-core 0.16 writes wrong optimizer state,
     with a warning.

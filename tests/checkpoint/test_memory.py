@@ -54,7 +54,13 @@ def peak(work: Callable[[Path], None], folder: Path) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("convert", "verify_run") else pytest.param(name, marks=pytest.mark.full)
+        for name in PROGRAMS
+    ],
+)
 def test_traced_memory_is_bounded(tmp_path: Path, small_rooms: None, name: str) -> None:
     """Masters of 0.5, 2 and 8 MB, with buffers of 64 KiB. The overlap of two threads is random; the bound
     is not.

@@ -270,7 +270,7 @@ def test_a_stop_does_not_wait_longer_than_its_time(store: Store, tmp_path: Path)
 def test_uploading_to_and_reading_from_a_failing_store_give_the_same_state(
     store: Store, tmp_path: Path
 ) -> None:
-    store.faults.failing = 0.08
+    store.faults.failing = 0.12
     run = UploadingRun(tmp_path / "run", url_of(store))
     for step in range(1, 6):
         run.save(step)

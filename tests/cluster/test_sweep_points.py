@@ -34,7 +34,7 @@ from toolkit.rundir.directory import RunDirectory
 # -- arguments
 
 
-@pytest.mark.parametrize(("prune", "run"), [("null", 3), ("2.5", 2)])
+@pytest.mark.parametrize(("prune", "run"), [pytest.param("null", 3, marks=pytest.mark.full), ("2.5", 2)])
 def test_points_that_are_predicted_to_be_slow_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prune: str, run: int
 ) -> None:

@@ -70,12 +70,15 @@ def one_of_two_read_together(folder: Path) -> None:
     write_gz(folder / "c.jsonl.gz", write_jsonl(folder.parent / "scratch.jsonl", TEXTS[260:280]).read_bytes())
 
 
-CHANGES = (corrected, removed, file_removed, file_added_between, one_of_two_read_together)
+CHANGES = (corrected, file_removed, file_added_between, one_of_two_read_together)
 
 
 @pytest.mark.parametrize(
     ("change", "workers"),
-    [*((change, 1) for change in CHANGES), pytest.param(file_added_between, 2, marks=pytest.mark.full)],
+    [
+        *((change, 1) for change in CHANGES),
+        *(pytest.param(change, 2, marks=pytest.mark.full) for change in (removed, file_added_between)),
+    ],
 )
 def test_after_a_correction_only_the_changed_files_are_read_again(
     change: Callable[[Path], None],

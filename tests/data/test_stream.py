@@ -354,6 +354,7 @@ def test_closing_or_freeing_ends_the_thread() -> None:
     wait_until_no_threads()
 
 
+@pytest.mark.full
 def test_a_script_may_end_while_samples_are_read_ahead() -> None:
     """Without joining threads at exit, about every second process died of a signal."""
     code = (

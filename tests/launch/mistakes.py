@@ -114,4 +114,3 @@ KINDS: dict[str, tuple[Mistake, ...]] = {
         ),
     ),
 }
-MISTAKES = tuple(mistake for mistakes in KINDS.values() for mistake in mistakes)

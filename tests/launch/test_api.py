@@ -184,6 +184,7 @@ def test_exception_of_the_users_model_passes_with_the_process_restored(
     assert "ArithmeticError: in the model" in (status.reason or "")
 
 
+@pytest.mark.full
 def test_result_of_a_diverged_run(tmp_path: Path, data: Path) -> None:
     result = train(tiny(tmp_path / "run", data, "optim.lr=1e30", "optim=sgd", "optim.clip=0"))
     assert result.state == "diverged"

@@ -103,12 +103,9 @@ def test_unplannable_run_is_reported_with_other_checks(tmp_path: Path) -> None:
     assert found(report, "disk")[0]["verdict"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("words", "text"), [(["train.stepps=3"], "train.steps"), (["cluster.nodes=4"], "cluster.nodes")]
-)
-def test_doctor_reports_configuration_mistakes(words: list[str], text: str, tmp_path: Path) -> None:
-    done = doctor("+exp=quickstart", *words, cwd=tmp_path)
-    assert (done.returncode, text in done.stderr) == (2, True), done.stderr
+def test_doctor_reports_configuration_mistakes(tmp_path: Path) -> None:
+    done = doctor("+exp=quickstart", "train.stepps=3", "cluster.nodes=4", cwd=tmp_path)
+    assert (done.returncode, "train.steps" in done.stderr) == (2, True), done.stderr
 
 
 # ---- ranks

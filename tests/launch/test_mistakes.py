@@ -1,7 +1,7 @@
 """Mistakes are reported quickly with value, rule and remedy, and leave nothing behind.
 
-pytest tests/launch/test_mistakes.py            every mistake, in forks of one process
-pytest tests/launch/test_mistakes.py -m full    one of each kind as a command, timed, and under launchers
+pytest tests/launch/test_mistakes.py            some of each kind, in forks of one process
+pytest tests/launch/test_mistakes.py -m full    all, some of them as a command, timed, and under launchers
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from launch import plan, train
-from tests.launch.mistakes import BASE, KINDS, MISTAKES, Mistake
+from tests.launch.mistakes import BASE, KINDS, Mistake
 from tests.launch.processes import ROOT, TRAIN, RunningCommand, command
 
 SECONDS = 8.0
@@ -26,7 +26,13 @@ SECONDS_OF_RANK_0 = 4.0  # CPU time
 COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train.main, "plan": plan.main}
 FIRSTS = [mistakes[0] for mistakes in KINDS.values()]  # what differs is where a mistake is found
 CASES = [
-    *(("train", mistake) for mistake in MISTAKES),
+    *(
+        ("train", mistake)
+        if number < 3 or mistake.starting_only
+        else pytest.param("train", mistake, marks=pytest.mark.full)
+        for mistakes in KINDS.values()
+        for number, mistake in enumerate(mistakes)
+    ),
     *(("plan", mistake) for mistake in FIRSTS if not mistake.starting_only),
 ]
 

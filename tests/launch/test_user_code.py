@@ -69,6 +69,7 @@ def check_failure(run_dir: Path, code: int, output: str, line: int) -> None:
     assert (status.state, status.exit_code) == (RunState.FAILED, 1)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_hook_that_raises_on_rank_1_ends_the_run_with_one_traceback(tmp_path: Path) -> None:
     hook = ("+hooks.mine.target=tests.train.user_code.Fails", "+hooks.mine.arguments={event: step, rank: 1}")
