@@ -57,7 +57,13 @@ def snapshot(node: Node) -> Path | None:
 
 def start(nodes: TwoNodes, number: int, name: str) -> OnNode:
     words = [*RUN, f"data.path={nodes.here / 'data'}", f"run.dir={nodes.shared / 'run'}"]
-    environ = {**ENVIRON, "GATE": str(nodes.shared / "gate"), "GATE_STEP": str(GATE_STEP)}
+    # Otherwise the agents of torch 2.13 do not meet again after one of them was replaced.
+    environ = {
+        **ENVIRON,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "GATE": str(nodes.shared / "gate"),
+        "GATE_STEP": str(GATE_STEP),
+    }
     argv = torchrun(nodes, number, PORT, str(TRAIN), *words, restarts=3)
     return nodes[number].start(argv, nodes.shared.parent / f"output-{name}.txt", environ)
 

@@ -18,6 +18,7 @@ import pytest
 from tests.cluster.metadata_server import Metadata
 from tests.launch.processes import BIN, ROOT, RunningCommand, read_status, send_signal
 from tests.launch.tiny_runs import read_losses
+from toolkit.checkpoint_folder import committed_checkpoints
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.config.compose import compose
 from toolkit.estimate.plan_report import to_json
@@ -25,6 +26,7 @@ from toolkit.goodput import AttemptTimes, read_times
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.memory import SHARED_MEMORY, remove_abandoned
 from toolkit.rundir.status import RunState
 from toolkit.train.run import run
 
@@ -263,3 +265,37 @@ def test_elastic_run_ends_if_one_agent_is_asked_to_stop(data: Path, tmp_path: Pa
         assert status.checkpoint is not None
         assert status.checkpoint.endswith(f"step-{status.step:08d}")
         first.wait_until_gone(60)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+def test_elastic_run_continues_from_the_memory_of_the_node_that_is_left(
+    data: Path, unbroken: dict[int, float], tmp_path: Path
+) -> None:
+    steps, every = STEPS // 3, 4
+    with elastic_nodes(
+        tmp_path, data, "zero=stage1", f"checkpoint.memory_every={every}", f"train.steps={steps}"
+    ) as nodes:
+        first, second = nodes.start(), nodes.start()
+
+        def memory(node: RunningCommand) -> Path | None:
+            return next(SHARED_MEMORY.glob(f"dmt-*-agent-*-{node.process.pid}-*"), None)
+
+        def has_later_snapshot() -> bool:
+            folder = memory(first)
+            return folder is not None and max(committed_checkpoints(folder), default=0) > SAVE_EVERY
+
+        first.wait_until(has_later_snapshot, START_SECONDS, "with a snapshot that is newer than the disk")
+        left = memory(second)
+        assert left is not None
+        nodes.kill(second)
+        assert first.wait_for_exit(CHANGE_SECONDS + END_SECONDS) == 0, nodes.output
+        assert nodes.worlds == [2, 1]
+        resumed = nodes.times(2).first
+        assert resumed is not None
+        assert resumed > SAVE_EVERY, nodes.output
+        assert resumed % every == 0
+        check_completed(nodes, unbroken, steps)
+        assert memory(first) is None
+        remove_abandoned()  # the next start on the lost node does this
+        assert not left.exists()

@@ -8,18 +8,23 @@ several nodes.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.train.fakes import FakeEngine, completed_step, context_of
+from toolkit.checkpoint.online.store import PendingSave
 from toolkit.checkpoint.shard import Box, Shard, TensorKey
 from toolkit.checkpoint_folder import committed_checkpoints
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.memory_snapshots import MemorySnapshots
-from toolkit.train.rank_exchange import open_exchange
+from toolkit.train.rank_exchange import RankExchange, open_exchange
+from toolkit.train.snapshot_store import SnapshotStore
 from toolkit.train.state import StateWriter
 
 
@@ -50,3 +55,33 @@ def test_rollback_removes_the_snapshots_and_repeated_steps_are_kept_again(tmp_pa
     (newest,) = committed_checkpoints(memory).values()
     (part,) = newest.glob("*.safetensors")
     assert (newest.name, load_file(part)) == ("step-00000004", {"param:weight:0": torch.tensor([2.0])})
+
+
+@pytest.mark.parametrize(("nodes", "saved"), [(2, [2, 6]), (1, [2, 4, 6])])
+def test_snapshot_is_left_out_while_the_one_before_is_copied_to_another_node(
+    nodes: int,
+    saved: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    copied: dict[int, Future[float]] = {}
+
+    def save(self: SnapshotStore, step: int, *_: object, **__: object) -> PendingSave:
+        copied[step] = Future()
+        if nodes == 1:
+            Timer(0.1, copied[step].set_result, [0.1]).start()  # training waits for it
+        return PendingSave(tmp_path, copied[step])
+
+    monkeypatch.setattr(SnapshotStore, "save", save)
+    engine, stream = CountingEngine(), SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
+    context = context_of(tiny_plan(checkpoint__memory_every=2), tmp_path)
+    writer = StateWriter(context, engine, stream, lambda: None)  # type: ignore[arg-type]
+    snapshots = MemorySnapshots(writer, tmp_path, RankExchange(0, nodes, 1, None))
+    for step in range(1, 6):
+        snapshots.on_step(completed_step(step))
+    assert ("no snapshot of step 4" in caplog.text) is (nodes == 2)
+    if nodes == 2:
+        copied[2].set_result(0.1)
+    snapshots.on_step(completed_step(6))
+    assert list(copied) == saved

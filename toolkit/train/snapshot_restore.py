@@ -28,6 +28,7 @@ from toolkit.data.order.skipped import SkippedSamples
 from toolkit.files import write_whole
 from toolkit.paths import Location
 from toolkit.plan.types import RunPlan
+from toolkit.progress import report_progress
 from toolkit.rows import last_row
 from toolkit.rundir.directory import RunDirectory
 from toolkit.train.rank_exchange import FilePart, RankExchange, node_values
@@ -92,6 +93,7 @@ class Snapshot:
                 node * exchange.ranks_per_node + local for node in (transfer.source, transfer.target)
             )
             file, size = self.folder / transfer.file, sizes[transfer.file]
+            report_progress(f"bringing {transfer.file} of a snapshot to node {transfer.target}")
             try:
                 if exchange.rank == source:
                     exchange.transfer(FilePart(file, size, target), None)
