@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -117,6 +117,14 @@ class Node:
                     found.append(process)
             except (OSError, psutil.Error):
                 continue
+        return found
+
+    def names(self) -> list[str]:
+        """Return the names of the node's live processes."""
+        found = []
+        for process in self.processes():
+            with suppress(psutil.Error):  # it has ended
+                found.append(process.name())
         return found
 
     def ranks(self) -> dict[int, psutil.Process]:

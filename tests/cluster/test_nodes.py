@@ -280,7 +280,7 @@ def test_torchrun_restarts_both_nodes_in_standbys(data: Path, one_node: list[flo
         with run_on_both(nodes, "torchrun", TRAIN, *keys, environ=environ, restarts=1) as commands:
 
             def named(number: int, name: str) -> bool:
-                return name in [process.name() for process in nodes[number].processes()]
+                return name in nodes[number].names()
 
             wait_for(
                 lambda: all(named(number, "standby-0") for number in range(2)) and run.saved_step() == 2,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -115,8 +116,15 @@ class RunningCommand:
 
     def standbys(self) -> dict[str, psutil.Process]:
         """Return the standbys that are ready, by name."""
-        named = {process.name(): process for process in self.processes()}
-        return {name: process for name, process in named.items() if name.startswith("standby-")}
+        return self.named("standby-")
+
+    def named(self, prefix: str) -> dict[str, psutil.Process]:
+        """Return the processes whose names begin with ``prefix``, by name."""
+        found = {}
+        for process in self.processes():
+            with suppress(psutil.Error):  # it has ended
+                found[process.name()] = process
+        return {name: process for name, process in found.items() if name.startswith(prefix)}
 
     def wait_until(self, holds: Callable[[], bool], seconds: float, what: str) -> float:
         """Wait until ``holds()`` and return the seconds; fail with the output on a timeout or if all

@@ -291,9 +291,7 @@ def test_torchrun_restarts_without_standbys_that_are_gone(
             second = RunDirectory(run.dir).attempt_folder(2)
             started.wait_until(lambda: (second / "restart.json").exists(), SECONDS, "in the second attempt")
             rank = started.ranks()[1]
-            relays = [process for process in started.processes() if process.name() == "relay-1"]
-            assert len(relays) == 1
-            relays[0].kill()
+            started.named("relay-")["relay-1"].kill()
             started.wait_until(lambda: not rank.is_running(), SECONDS, "without the rank of the relay")
         run.finish(started, attempts=attempts)
     assert run.losses() == unbroken(DEEPSPEED)
