@@ -174,7 +174,9 @@ def test_elastic_job_takes_spare_nodes_and_outlives_a_lost_one() -> None:
 def test_agents_of_an_elastic_job_are_clients_of_the_scripts_rendezvous(
     node: str, stand_ins: dict[str, str], tmp_path: Path
 ) -> None:
-    process = started(job(nodes=2, min_nodes=1, spare_nodes=1), {**stand_ins, "NODE": node}, tmp_path)
+    elastic = job(nodes=2, min_nodes=1, spare_nodes=1, run_dir=str(tmp_path / "it's a run"))
+    elastic.folder.mkdir(parents=True)
+    process = started(elastic, {**stand_ins, "NODE": node}, tmp_path)
     output = process.communicate(timeout=20)[0]
     assert process.returncode == 75, output
     (server,) = (call[1:] for call in calls(stand_ins) if call[0] == "server")
@@ -186,12 +188,15 @@ def test_agents_of_an_elastic_job_are_clients_of_the_scripts_rendezvous(
     assert after == ["-m", "toolkit.cluster.lost_batch_node", "10.0.0.1:22345"]
     (srun,) = (call for call in calls(stand_ins) if call[0] == "srun")
     assert {"--nodes=3", "--no-kill", "--wait=0"} < set(srun)
+    assert (elastic.folder / "output.txt").exists()
 
 
 def test_agents_are_stopped_if_the_rendezvous_server_fails(stand_ins: dict[str, str], tmp_path: Path) -> None:
     stop = f'echo "$@" >> {tmp_path}/stopped; until kill "$(cat {tmp_path}/step)"; do sleep 0.1; done'
     (tmp_path / "bin" / "scancel").write_text(f"#!/bin/bash\n{stop}\n")
-    process = started(job(nodes=2, min_nodes=1), {**stand_ins, "SERVER": "1", "STEPS": "600"}, tmp_path)
+    elastic = job(nodes=2, min_nodes=1, run_dir=str(tmp_path / "run"))
+    elastic.folder.mkdir(parents=True)
+    process = started(elastic, {**stand_ins, "SERVER": "1", "STEPS": "600"}, tmp_path)
     output = process.communicate(timeout=50)[0]
     assert process.returncode == 75, output
     assert (tmp_path / "stopped").read_text() == "--signal=TERM 12345\n"
