@@ -174,25 +174,32 @@ def test_elastic_job_takes_spare_nodes_and_outlives_a_lost_one() -> None:
 def test_agents_of_an_elastic_job_are_clients_of_the_scripts_rendezvous(
     node: str, stand_ins: dict[str, str], tmp_path: Path
 ) -> None:
-    process = started(job(nodes=2, min_nodes=1, spare_nodes=1), {**stand_ins, "NODE": node}, tmp_path)
+    elastic = job(nodes=2, min_nodes=1, spare_nodes=1, run_dir=str(tmp_path / "it's a run"))
+    elastic.folder.mkdir(parents=True)
+    process = started(elastic, {**stand_ins, "NODE": node}, tmp_path)
     output = process.communicate(timeout=20)[0]
     assert process.returncode == 75, output
-    tasks = [call[1:] for call in calls(stand_ins) if call[0] == "task"]
-    server, agent, after = (
-        next(call for call in tasks if name in call)
-        for name in (
-            "toolkit.cluster.rendezvous_server",
-            "torch.distributed.run",
-            "toolkit.cluster.lost_batch_node",
-        )
-    )
-    assert server[:4] == ["-m", "toolkit.cluster.rendezvous_server", "22345", "--id=12345"]
+    (server,) = (call[1:] for call in calls(stand_ins) if call[0] == "server")
+    agent, after = (call[1:] for call in calls(stand_ins) if call[0] in ("task", "after"))
+    assert server == ["-m", "toolkit.cluster.rendezvous_server", "22345", "--id=12345"]
+    assert "torch.distributed.run" in agent
     assert {"--nnodes=1:2", "--rdzv-endpoint=10.0.0.1:22345", "--max-restarts=5"} < set(agent)
     assert agent[-2:] == ["is_host=0,keep_alive_interval=2,last_call_timeout=10", f"10.0.0.{int(node) + 1}"]
-    assert after[:3] == ["-m", "toolkit.cluster.lost_batch_node", "10.0.0.1:22345"]
-    assert tasks.index(agent) < tasks.index(after)
+    assert after == ["-m", "toolkit.cluster.lost_batch_node", "10.0.0.1:22345"]
     (srun,) = (call for call in calls(stand_ins) if call[0] == "srun")
     assert {"--nodes=3", "--no-kill", "--wait=0"} < set(srun)
+    assert (elastic.folder / "output.txt").exists()
+
+
+def test_agents_are_stopped_if_the_rendezvous_server_fails(stand_ins: dict[str, str], tmp_path: Path) -> None:
+    stop = f'echo "$@" >> {tmp_path}/stopped; until kill "$(cat {tmp_path}/step)"; do sleep 0.1; done'
+    (tmp_path / "bin" / "scancel").write_text(f"#!/bin/bash\n{stop}\n")
+    elastic = job(nodes=2, min_nodes=1, run_dir=str(tmp_path / "run"))
+    elastic.folder.mkdir(parents=True)
+    process = started(elastic, {**stand_ins, "SERVER": "1", "STEPS": "600"}, tmp_path)
+    output = process.communicate(timeout=50)[0]
+    assert process.returncode == 75, output
+    assert (tmp_path / "stopped").read_text() == "--signal=TERM 12345\n"
 
 
 def test_percent_sign_in_folder_is_escaped() -> None:
@@ -278,7 +285,9 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
         "scancel": 'note scancel "$@"; [ -e "$NOTES/step" ] && kill -TERM "$(cat "$NOTES/step")"',
         "scontrol": 'case "$*" in *hostnames*) printf "n1\\nn2\\n";;\n'
         '*) printf "NodeName=n%s Arch=x86_64 NodeAddr=10.0.0.%s Version=22\\n" 1 1 2 2;; esac',
-        "python": 'case "$*" in *requeue*) note requeue "$@"; exit 75;; esac\n'
+        "python": 'case "$*" in *requeue*) note requeue "$@"; exit 75;;\n'
+        '*rendezvous_server*) note server "$@"; exit "${SERVER:-0}";;\n'
+        '*lost_batch_node*) note after "$@"; exit;; esac\n'
         'note task "$@" "${PET_RDZV_CONF:-}" "${PET_LOCAL_ADDR:-}"; echo $$ > "$NOTES/step"\n'
         'trap "exit 75" TERM; for _ in $(seq "${STEPS:-0}"); do sleep 0.1; done; exit 3',
     }

@@ -82,11 +82,13 @@ class ElasticJob:
         return [json.loads(plan.read_text())["world"]["ranks"] for plan in plans]
 
     @property
-    def stops(self) -> list[str | None]:
+    def stops(self) -> list[str]:
         """The reasons of the attempts that were stopped."""
         folders = sorted((self.run_dir / "attempts").iterdir())
         return [
-            times.reason for folder in folders if (times := read_times(folder)) and times.state == "stopped"
+            times.reason or ""
+            for folder in folders
+            if (times := read_times(folder)) and times.state == "stopped"
         ]
 
     @property
@@ -140,6 +142,7 @@ def test_elastic_job_that_loses_its_first_node_is_requeued(slurm: Slurm, tmp_pat
     slurm.lose_node("node1")
     job.wait_for_step(2, SAVE_EVERY + 1)
     assert "lost the node of its script and was requeued" in job.output.read_text()
+    assert "Restarts=1" in slurm.run("scontrol", "show", "job", job.id)
     job.wait_until_done()
     assert job.ranks == [2, 2]
     check_losses(job, tmp_path / "unbroken", data)
@@ -156,7 +159,7 @@ def test_elastic_job_that_is_requeued_avoids_excluded_hosts(
     exclude_hosts(job.run_dir, [ExcludedHost(host="node2", step=2, reason="wrong values")])
     slurm.run("scancel", "--batch", "--signal=TERM", job.id)
     job.wait_for_step(2, 4)
-    assert job.stops == ["SIGTERM"], job.output.read_text()
+    assert [reason.partition(" ")[0] for reason in job.stops] == ["SIGTERM"], job.output.read_text()
     assert "ExcNodeList=node2" in slurm.run("scontrol", "show", "job", job.id)
     assert slurm.has_rank("node3")
     assert not slurm.has_rank("node2")

@@ -29,6 +29,7 @@ from toolkit.monitor.alert import Alert
 from toolkit.observe.gather import make_gather
 from toolkit.observe.replicas import ReplicaCheck
 from toolkit.plan.types import RunPlan
+from toolkit.rundir.excluded_hosts import SLURM_JOB, read_excluded_hosts
 from toolkit.rundir.status import RunState
 from toolkit.testing.dist import RankPool, rank_pool
 from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
@@ -165,6 +166,27 @@ def test_rank_that_disagrees_with_itself_is_faulty(pool: RankPool) -> None:
     found = pool.run(train, plan_of(cell), module, {1: add_ulp_in_turn}, True, ranks=2)[0]
     assert found.alerts
     assert {alert.where for alert in found.alerts} == {"rank 1"}
+
+
+def train_in_slurm(rank: int, ranks: int, plan: RunPlan, module: str, faults: dict[int, Fault]) -> RankResult:
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv(SLURM_JOB, "7")
+        environ.setenv("SLURMD_NODENAME", f"node{rank}")
+        return train(rank, ranks, plan, module, faults, True)
+
+
+def test_host_of_the_faulty_rank_is_excluded_from_the_next_start_on_slurm(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    cell, module = QUICK[0]
+    plan = replace(plan_of(cell), run_dir=str(tmp_path))
+    pool.run(train_in_slurm, plan, module, {}, ranks=2)
+    assert read_excluded_hosts(tmp_path) == [], "control"
+    pool.run(train_in_slurm, plan, module, {0: add_ulp}, ranks=2)
+    assert read_excluded_hosts(tmp_path) == [], "two ranks do not show which is wrong"
+    (alert, *_) = pool.run(train_in_slurm, plan, module, {1: add_ulp_in_turn}, ranks=2)[0].alerts
+    (excluded,) = read_excluded_hosts(tmp_path)
+    assert (excluded.host, excluded.reason) == ("node1", alert.cause)
 
 
 @pytest.mark.full

@@ -32,13 +32,14 @@ server=$!
 disown  # the shell does not report its end
 # shellcheck disable=SC2016  # expanded by the task's shell
 node='trap : TERM INT HUP USR1 USR2
-own=${1#* $SLURMD_NODENAME=}; shift
+own=${1#* $SLURMD_NODENAME=} output=$2; shift 2
 export PET_LOCAL_ADDR=${own%% *} PET_RDZV_CONF=is_host=0,keep_alive_interval=2,last_call_timeout=10
 "$@"
 code=$?
-"$1" -m toolkit.cluster.lost_batch_node "$0"  # requeues the job if nothing else can
+# Requeue the job if nothing else can. Then srun, which would print this output, has gone too.
+"$1" -m toolkit.cluster.lost_batch_node "$0" >> "$output" 2>&1
 exit "$code"'
-task=(bash -c "$node" "$endpoint" "$addresses" "$python" -u
+task=(bash -c "$node" "$endpoint" "$addresses" "$folder/output.txt" "$python" -u
   -m torch.distributed.run --nnodes=2:4 --nproc-per-node=8
   --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$endpoint"
   --max-restarts=6 "${train[@]}")

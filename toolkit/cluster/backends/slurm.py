@@ -192,7 +192,9 @@ def _several_nodes(job: TrainingJob, elastic: NodeRange | None) -> str:
         ports=PORTS,
         restarts=agent_restarts(cluster),
         leave=cluster.grace_seconds + END_SECONDS // 2,
-        task=_ELASTIC_TASK.format(export=NO_AGENT_STORE, times=RENDEZVOUS_TIMES) if elastic else _TASK,
+        task=_ELASTIC_TASK.format(export=NO_AGENT_STORE, times=RENDEZVOUS_TIMES, output=OUTPUT)
+        if elastic
+        else _TASK,
     )
 
 
@@ -248,13 +250,14 @@ server=$!
 disown  # the shell does not report its end
 # shellcheck disable=SC2016  # expanded by the task's shell
 node='trap : TERM INT HUP USR1 USR2
-own=${{1#* $SLURMD_NODENAME=}}; shift
+own=${{1#* $SLURMD_NODENAME=}} output=$2; shift 2
 export PET_LOCAL_ADDR=${{own%% *}} PET_RDZV_CONF=is_host=0,{times}
 "$@"
 code=$?
-"$1" -m toolkit.cluster.lost_batch_node "$0"  # requeues the job if nothing else can
+# Requeue the job if nothing else can. Then srun, which would print this output, has gone too.
+"$1" -m toolkit.cluster.lost_batch_node "$0" >> "$output" 2>&1
 exit "$code"'
-task=(bash -c "$node" "$endpoint" "$addresses" "$python" -u\
+task=(bash -c "$node" "$endpoint" "$addresses" "$folder/{output}" "$python" -u\
 """
 
 _RUN = """\
