@@ -36,12 +36,13 @@ WORKER = f"""
 import json, os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from toolkit.cluster import standby_server
+from toolkit.cluster import standby_server, standbys
 from toolkit.cluster.environment import read_launch
 from toolkit.cluster.relay import hand_over_to_standby
 from toolkit.cluster.standbys import is_standby, wait_for_rank
 from toolkit.cluster.stop_request import SIGNALS, find_launchers
 
+standbys.LOW_PRIORITY = 0  # other tests of a busy machine must not starve them
 arguments, relay, phases = sys.argv[1:], None, None
 if is_standby(arguments):
     order = wait_for_rank(arguments, lambda plan: None)
@@ -54,9 +55,6 @@ for number in SIGNALS:
     signal.signal(number, lambda number, frame: received.append(number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 folder = Path(os.environ["FOLDER"])
-if launch.rank == 0 and "START" in os.environ:
-    handover = folder / "handover.json"
-    standby_server._refill_or_start([__file__], 2, launch.launcher_pid, handover, dict(os.environ))
 print("output of", launch.rank, sys.stdin.read(), flush=True)
 seen = {{
     "pid": os.getpid(), "arguments": arguments, "cwd": os.getcwd(), "environ": dict(os.environ),
@@ -64,9 +62,15 @@ seen = {{
     "launchers": [process.pid for process in find_launchers(launch)],
     "phases": phases and [[name for name, _ in phases.ends], phases.ranks, phases.standbys],
 }}
-target = folder / f"seen-{{os.environ['GENERATION']}}-{{launch.rank}}.json"
-target.with_suffix(".tmp").write_text(json.dumps(seen))
-target.with_suffix(".tmp").rename(target)
+def written_by(rank):
+    return folder / f"seen-{{os.environ['GENERATION']}}-{{rank}}.json"
+written_by(launch.rank).with_suffix(".tmp").write_text(json.dumps(seen))
+written_by(launch.rank).with_suffix(".tmp").rename(written_by(launch.rank))
+if launch.rank == 0 and "START" in os.environ:
+    while not written_by(1).exists():  # the first step of a run needs all ranks
+        time.sleep(0.05)
+    handover = folder / "handover.json"
+    standby_server._refill_or_start([__file__], 2, launch.launcher_pid, handover, dict(os.environ))
 test = Path("/proc", os.environ["TEST"])  # nothing of an aborted test is left
 while test.exists() and not received and not (folder / "finish").exists():
     time.sleep(0.05)
