@@ -54,9 +54,6 @@ for number in SIGNALS:
     signal.signal(number, lambda number, frame: received.append(number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 folder = Path(os.environ["FOLDER"])
-if launch.rank == 0 and "START" in os.environ:
-    handover = folder / "handover.json"
-    standby_server._refill_or_start([__file__], 2, launch.launcher_pid, handover, dict(os.environ))
 print("output of", launch.rank, sys.stdin.read(), flush=True)
 seen = {{
     "pid": os.getpid(), "arguments": arguments, "cwd": os.getcwd(), "environ": dict(os.environ),
@@ -68,6 +65,11 @@ target = folder / f"seen-{{os.environ['GENERATION']}}-{{launch.rank}}.json"
 target.with_suffix(".tmp").write_text(json.dumps(seen))
 target.with_suffix(".tmp").rename(target)
 test = Path("/proc", os.environ["TEST"])  # nothing of an aborted test is left
+if launch.rank == 0 and "START" in os.environ:
+    while test.exists() and not (folder / f"seen-{{os.environ['GENERATION']}}-1.json").exists():
+        time.sleep(0.05)  # the ranks of an attempt do their first step together
+    handover = folder / "handover.json"
+    standby_server._refill_or_start([__file__], 2, launch.launcher_pid, handover, dict(os.environ))
 while test.exists() and not received and not (folder / "finish").exists():
     time.sleep(0.05)
 sys.exit(70 + received[0] if received else 7)
