@@ -72,6 +72,11 @@ if launch.rank == 0 and "START" in os.environ:
     handover = folder / "handover.json"
     standby_server._refill_or_start([__file__], 2, launch.launcher_pid, handover, dict(os.environ))
 test = Path("/proc", os.environ["TEST"])  # nothing of an aborted test is left
+if launch.rank == 0 and "START" in os.environ:
+    while test.exists() and not (folder / f"seen-{{os.environ['GENERATION']}}-1.json").exists():
+        time.sleep(0.05)  # the ranks of an attempt do their first step together
+    handover = folder / "handover.json"
+    standby_server._refill_or_start([__file__], 2, launch.launcher_pid, handover, dict(os.environ))
 while test.exists() and not received and not (folder / "finish").exists():
     time.sleep(0.05)
 sys.exit(70 + received[0] if received else 7)
