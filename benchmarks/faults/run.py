@@ -283,11 +283,11 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
                 run.hold_after(1 + int(case.moment))
             run.start()
             if not fault.at_start:
+                run.wait_for(lambda: run.step() >= 1)
+                run.find_ranks()
                 run.wait_for(lambda: run.step() >= 1 + int(case.moment))
                 if case.warm:
                     run.wait_for(run.has_standbys)
-                run.find_ranks()
-                if case.warm:
                     run.release()
                 time.sleep(STEP_SECONDS * (case.moment % 1))
                 run.moment, needs_repair = time.time(), True
