@@ -19,6 +19,7 @@ import psutil
 
 from benchmarks.faults.wire import Wire, replaced_cable, why_no_wire
 from toolkit.cluster.rank_processes import find_free_port
+from toolkit.cluster.standbys import is_standby as is_standby_command
 from toolkit.plan.devices import HIDE_GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,9 +54,14 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def is_standby(process: psutil.Process, *, ready: bool = False) -> bool:
-    """Return whether a process waits to become a rank; ``ready``: and has done its imports."""
+    """Return whether a process waits to become a rank; ``ready``: and has done its imports.
+
+    It keeps its command line as a rank, and has no name of its own when it starts.
+    """
     try:
-        return process.name().startswith("standby-" if ready else ("standby-", "warm-up-"))
+        if ready:
+            return process.name().startswith("standby-")
+        return is_standby_command(process.cmdline()) and not process.name().startswith("rank-")
     except psutil.Error:
         return False
 

@@ -91,7 +91,7 @@ def test_campaign_continues_after_the_rows_that_exist(
 
     def run(self: Campaign, case: Case) -> dict[str, Any]:
         ran.append(case.number)
-        return {**row(case.fault, 1.0), "seconds": 2.0, **case.to_json()}
+        return {**row(case.fault, 1.0), **case.to_json(), "seconds": 2.0}
 
     monkeypatch.setattr(Campaign, "run", run)
     first = Campaign(7, tmp_path, [], []).go_on(3)

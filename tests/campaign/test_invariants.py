@@ -252,15 +252,20 @@ def test_planted_violation_is_found(planted: str, sound: Evidence) -> None:
 def test_standbys_are_no_ranks() -> None:
     mark = f"test-{time.time_ns()}"
     code = "import sys, time; open('/proc/self/comm', 'w').write(sys.argv[1]); time.sleep(60)"
+    # the second rank was a standby, and the last standby has just started
+    names = {"a-rank": "0", "standby-0": "0", "rank-1": "1", "warm-up-1": "1", "python": "0"}
     started = [
-        subprocess.Popen([sys.executable, "-c", code, name], env={MARK: mark, "RANK": rank})
-        for name, rank in (("rank-0", "0"), ("standby-0", "0"), ("warm-up-1", "1"))
+        subprocess.Popen(
+            [sys.executable, "-c", code, name, *([] if name == "a-rank" else ["--standby=3"])],
+            env={MARK: mark, "RANK": rank},
+        )
+        for name, rank in names.items()
     ]
     try:
-        names = {"rank-0", "standby-0", "warm-up-1"}
-        wait_until(lambda: {process.name() for process in marked_processes(mark)} == names, 60)
+        wait_until(lambda: {process.name() for process in marked_processes(mark)} == set(names), 60)
         found = Started(started, mark)
-        assert {rank: process.pid for rank, process in found.ranks().items()} == {0: started[0].pid}
+        ranks = {rank: process.pid for rank, process in found.ranks().items()}
+        assert ranks == {0: started[0].pid, 1: started[2].pid}
         assert [process.pid for process in found.standbys()] == [started[1].pid]
     finally:
         kill_all(mark)

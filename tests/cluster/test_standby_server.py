@@ -66,14 +66,9 @@ def written_by(rank):
     return folder / f"seen-{{os.environ['GENERATION']}}-{{rank}}.json"
 written_by(launch.rank).with_suffix(".tmp").write_text(json.dumps(seen))
 written_by(launch.rank).with_suffix(".tmp").rename(written_by(launch.rank))
-if launch.rank == 0 and "START" in os.environ:
-    while not written_by(1).exists():  # the first step of a run needs all ranks
-        time.sleep(0.05)
-    handover = folder / "handover.json"
-    standby_server._refill_or_start([__file__], 2, launch.launcher_pid, handover, dict(os.environ))
 test = Path("/proc", os.environ["TEST"])  # nothing of an aborted test is left
 if launch.rank == 0 and "START" in os.environ:
-    while test.exists() and not (folder / f"seen-{{os.environ['GENERATION']}}-1.json").exists():
+    while test.exists() and not written_by(1).exists():
         time.sleep(0.05)  # the ranks of an attempt do their first step together
     handover = folder / "handover.json"
     standby_server._refill_or_start([__file__], 2, launch.launcher_pid, handover, dict(os.environ))
