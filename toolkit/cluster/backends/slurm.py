@@ -254,6 +254,7 @@ own=${{1#* $SLURMD_NODENAME=}} output=$2; shift 2
 export PET_LOCAL_ADDR=${{own%% *}} PET_RDZV_CONF=is_host=0,{times}
 "$@"
 code=$?
+trap "" TERM INT HUP USR1 USR2
 # Requeue the job if nothing else can. Then srun, which would print this output, has gone too.
 "$1" -m toolkit.cluster.lost_batch_node "$0" >> "$output" 2>&1
 exit "$code"'
