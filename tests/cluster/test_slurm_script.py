@@ -197,8 +197,9 @@ def test_agents_are_stopped_if_the_rendezvous_server_fails(stand_ins: dict[str, 
     elastic = job(nodes=2, min_nodes=1, run_dir=str(tmp_path / "run"))
     elastic.folder.mkdir(parents=True)
     process = started(elastic, {**stand_ins, "SERVER": "1", "STEPS": "600"}, tmp_path)
-    output = process.communicate(timeout=50)[0]
-    assert process.returncode == 75, output
+    assert process.wait(timeout=50) == 75
+    assert process.stdout is not None
+    process.stdout.close()
     assert (tmp_path / "stopped").read_text() == "--signal=TERM 12345\n"
 
 
