@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.cases import OFFLOAD_ALL, SGD, Cell, cell, make, quick, steps, trace
+from tests.engine.cases import LR, OFFLOAD_ALL, SGD, Cell, cell, make, quick, steps, trace
 from tests.engine.checks import CONTROL_STEPS, TOLERANCE, check_cell, reference
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.testing.dist import RankPool
@@ -79,7 +79,7 @@ def evaluate_and_reload(rank: int, ranks: int, case: Cell) -> tuple[list[float],
 
 @pytest.mark.parametrize("threshold", quick([0, 5000]))
 def test_evaluation_and_reload_leave_no_stale_partitions(threshold: int, pool: RankPool) -> None:
-    case = hpz(2, threshold=threshold)
+    case = hpz(2, threshold=threshold, optim__lr=LR)
     losses, copies = pool.run(evaluate_and_reload, case, ranks=4)[0]
     right = reference(case.reference()).losses[:3]
     assert losses == pytest.approx([*right, right[0]], abs=TOLERANCE.loss)
