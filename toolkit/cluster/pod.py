@@ -34,7 +34,7 @@ from toolkit.cluster.requeue import (
     NextAction,
     RequeueDecision,
     StopSignal,
-    decide,
+    decide_requeue,
     read_baseline,
     wait_for_outcome,
 )
@@ -149,7 +149,7 @@ def goes_on(decision: RequeueDecision, rendezvous_is_open: bool | None) -> bool:
 
 def choose_exit_code(decision: RequeueDecision, outcome: JobOutcome, before: JobBaseline) -> ExitCode:
     """Return the exit code that Kubernetes acts on."""
-    if decision.next is NextAction.AGAIN:
+    if decision.next is NextAction.REQUEUE:
         return ExitCode.FAILURE if decision.fruitless else ExitCode.STOPPED
     # the pods did not meet; a restart may help
     if decision.code is ExitCode.FAILURE and outcome.attempt <= before.attempt:
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
     outcome = wait_for_outcome(
         run_dir, before, launcher.stop_signal, code, SETTLE_SECONDS if given.meet is not None else 0.0
     )
-    decision = decide(before, outcome, restarts=config.cluster.restarts, requeue=True)
+    decision = decide_requeue(before, outcome, restarts=config.cluster.restarts, requeue=True)
     if elastic and goes_on(decision, is_open(given.meet, id)):
         print(f"pod {index} has left the run, which goes on without it", flush=True)
         return LEFT_RUN
