@@ -91,8 +91,8 @@ def test_campaign_continues_after_the_rows_that_exist(
 
     def run(self: Campaign, case: Case) -> dict[str, Any]:
         ran.append(case.number)
-        made = row(case.fault, 1.0, layout=case.layout, seconds=2.0)
-        return {**made, **case.to_json()}
+        made = row(case.fault, 1.0, layout=case.layout)
+        return {**made, "seconds": 2.0, **case.to_json()}
 
     monkeypatch.setattr(Campaign, "run", run)
     first = Campaign(7, tmp_path, [], []).go_on(3)

@@ -1,4 +1,4 @@
-"""The length of a run in the units that people write: 10k steps, 10B tokens, 3 epochs, 3% of warm-up.
+"""The number of training steps, in the units that people write: 10k steps, 10B tokens, 3 epochs.
 
 pytest tests/plan/test_train_steps.py
 """
