@@ -136,7 +136,7 @@ def build_command(
     ]
 
 
-def goes_on(decision: RequeueDecision, rendezvous_is_open: bool | None) -> bool:
+def run_continues_without_node(decision: RequeueDecision, rendezvous_is_open: bool | None) -> bool:
     """Return whether an elastic run goes on without this node.
 
     Args:
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str]) -> int:
         run_dir, before, launcher.stop_signal, code, SETTLE_SECONDS if given.meet is not None else 0.0
     )
     decision = decide_requeue(before, outcome, restarts=config.cluster.restarts, requeue=True)
-    if elastic and goes_on(decision, is_open(given.meet, id)):
+    if elastic and run_continues_without_node(decision, is_open(given.meet, id)):
         print(f"pod {index} has left the run, which goes on without it", flush=True)
         return LEFT_RUN
     print(f"pod {index}, start {start} of the job: {decision.why}", flush=True)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-HERE = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 1.0
 QUERY_SECONDS = 10  # how long a client waits for the server
 
@@ -67,12 +67,14 @@ def main(arguments: Sequence[str]) -> int:
 
     from torch.distributed import TCPStore
 
-    store = TCPStore(HERE, given.port, None, True, timedelta(seconds=QUERY_SECONDS), wait_for_workers=False)
+    store = TCPStore(
+        LOOPBACK, given.port, None, True, timedelta(seconds=QUERY_SECONDS), wait_for_workers=False
+    )
     print(f"the rendezvous {given.id} is served at port {store.port}", flush=True)
     while not requested.wait(POLL_SECONDS):
         if os.getppid() != parent:
             return 0
-    rendezvous = connect(f"{HERE}:{store.port}", given.id)
+    rendezvous = connect(f"{LOOPBACK}:{store.port}", given.id)
     while os.getppid() == parent and not rendezvous.is_closed():
         time.sleep(POLL_SECONDS)
     return 0

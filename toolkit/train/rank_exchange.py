@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CHUNK_BYTES = 16 * 2**20  # sent at once; a rank that sends and receives has two such buffers
-LINK_SHARE = 0.5  # of the time in which a copy in the background may send
+BACKGROUND_SEND_SHARE = 0.5  # of the time in which a copy in the background may send
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,6 @@ def open_exchange(rank: int, ranks: int, ranks_per_node: int) -> RankExchange:
     return RankExchange(rank, ranks, ranks_per_node, group)
 
 
-def node_values(values: Sequence[T], ranks_per_node: int) -> list[Sequence[T]]:
+def group_by_node(values: Sequence[T], ranks_per_node: int) -> list[Sequence[T]]:
     """Return values of ranks, in their order, as those of each node."""
     return [values[first : first + ranks_per_node] for first in range(0, len(values), ranks_per_node)]

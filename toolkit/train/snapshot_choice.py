@@ -66,7 +66,7 @@ class SnapshotChoice:
     rejected: tuple[tuple[int, str], ...] = ()
 
 
-def merge_ranks(found: Sequence[Sequence[FoundSnapshot]]) -> list[FoundSnapshot]:
+def merge_rank_findings(found: Sequence[Sequence[FoundSnapshot]]) -> list[FoundSnapshot]:
     """Return the snapshots of one node, whose ranks have each verified a part of the files."""
     by_key: dict[tuple[int, str], list[FoundSnapshot]] = {}
     for of_rank in found:

@@ -31,13 +31,13 @@ from toolkit.plan.types import RunPlan
 from toolkit.progress import report_progress
 from toolkit.rows import last_row
 from toolkit.rundir.directory import RunDirectory
-from toolkit.train.rank_exchange import FilePart, RankExchange, node_values
+from toolkit.train.rank_exchange import FilePart, RankExchange, group_by_node
 from toolkit.train.rollback import read_rollbacks
 from toolkit.train.snapshot_choice import (
     FoundSnapshot,
     RunProgress,
     choose_snapshot,
-    merge_ranks,
+    merge_rank_findings,
     plan_transfers,
 )
 from toolkit.train.state import DATA_STATE
@@ -84,7 +84,7 @@ class Snapshot:
         exchange, error = self.exchange, None
         wanted = [
             frozenset[str]().union(*of_node)
-            for of_node in node_values(exchange.gather(recorder.files), exchange.ranks_per_node)
+            for of_node in group_by_node(exchange.gather(recorder.files), exchange.ranks_per_node)
         ]
         sizes = {record.file: record.bytes for record in self.manifest.files}
         for number, transfer in enumerate(plan_transfers(self.files, wanted)):
@@ -131,7 +131,7 @@ class _FileRecorder:
 
 
 def find_snapshot(
-    plan: RunPlan, directory: RunDirectory, memory: Path, exchange: RankExchange, stored: Location | None
+    plan: RunPlan, directory: RunDirectory, root: Path, exchange: RankExchange, stored: Location | None
 ) -> Snapshot | None:
     """Return the newest sound snapshot that is newer than the newest checkpoint; None if there is none.
     Collective.
@@ -140,14 +140,14 @@ def find_snapshot(
     logged.
 
     Args:
-        memory: the folder of this node.
+        root: this node's folder for snapshots.
         stored: a checkpoint in the run's store that is later than those in its directory, if there is one.
     """
     if plan.config.resume != "auto":
         return None
     newest = stored or newest_checkpoint(directory.checkpoints)
     saved = -1 if newest is None else step_of(newest)
-    found = {} if saved is None else _find_own(memory, saved, exchange)
+    found = {} if saved is None else _find_own(root, saved, exchange)
     row = last_row(directory.metrics_file)
     progress = RunProgress(
         saved=-1 if saved is None else saved,
@@ -156,22 +156,23 @@ def find_snapshot(
     )
     everyone = exchange.gather((list(found), progress))
     nodes = [
-        merge_ranks(of_node) for of_node in node_values([own for own, _ in everyone], exchange.ranks_per_node)
+        merge_rank_findings(of_node)
+        for of_node in group_by_node([own for own, _ in everyone], exchange.ranks_per_node)
     ]
     choice = choose_snapshot(nodes, everyone[0][1])  # all ranks take what rank 0 sees of the run
     if exchange.rank == 0:
         for step, why in choice.rejected:
-            log.warning("the snapshot %s %s", memory / step_name(step), why)
+            log.warning("the snapshot %s %s", root / step_name(step), why)
     if choice.chosen is None:
         return None
     loaded = {snapshot.key: own for snapshot, own in found.items()}.get(choice.chosen.key)
-    return _share_manifest(memory, choice.chosen.key, choice.files, nodes, loaded, exchange)
+    return _share_manifest(root, choice.chosen.key, choice.files, nodes, loaded, exchange)
 
 
-def _find_own(memory: Path, saved: int, exchange: RankExchange) -> dict[FoundSnapshot, Manifest]:
-    """Return the snapshots in ``memory`` that are newer than step ``saved``, with this rank's findings."""
+def _find_own(root: Path, saved: int, exchange: RankExchange) -> dict[FoundSnapshot, Manifest]:
+    """Return the snapshots in ``root`` that are newer than step ``saved``, with this rank's findings."""
     found = {}
-    for step, folder in committed_checkpoints(memory).items():
+    for step, folder in committed_checkpoints(root).items():
         if step <= saved:
             continue
         try:
@@ -213,7 +214,7 @@ def _verify_files(folder: Path, loaded: Manifest, exchange: RankExchange) -> tup
 
 
 def _share_manifest(
-    memory: Path,
+    root: Path,
     key: tuple[int, str],
     files: tuple[frozenset[str], ...],
     nodes: Sequence[Sequence[FoundSnapshot]],
@@ -221,7 +222,7 @@ def _share_manifest(
     exchange: RankExchange,
 ) -> Snapshot:
     """Write the manifest to the folder of each node that lacks it. Collective."""
-    folder = memory / step_name(key[0])
+    folder = root / step_name(key[0])
     have = [any(snapshot.key == key for snapshot in found) for found in nodes]
     if not all(have):
         source = have.index(True) * exchange.ranks_per_node

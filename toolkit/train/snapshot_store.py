@@ -1,7 +1,8 @@
 """Write snapshots of the state to the memory of the nodes, with a copy of each file on a partner node.
 
-Every node has a folder on tmpfs of its own (``rundir/memory.py``). A snapshot is a checkpoint whose files are
-spread over the nodes; each node has those of its ranks and those of the node before it in a ring:
+Every node has its own folder on tmpfs (``rundir/snapshot_folder.py``). A snapshot is a checkpoint whose files
+are spread over the nodes: each node has the files of its own ranks, and copies of those of the node before it
+in a ring:
 
     node 0: step-00000120/ manifest.json, part-00000.safetensors and a copy of part-00002.safetensors
     node 1: step-00000120/ manifest.json, part-00001.safetensors and a copy of part-00000.safetensors
@@ -35,7 +36,7 @@ from toolkit.checkpoint.online.writing import HostSnapshot, WriteItem, items_to_
 from toolkit.checkpoint.planner import find_coverage_errors
 from toolkit.checkpoint.shard import Shard
 from toolkit.files import write_whole
-from toolkit.train.rank_exchange import LINK_SHARE, FilePart, RankExchange
+from toolkit.train.rank_exchange import BACKGROUND_SEND_SHARE, FilePart, RankExchange
 
 T = TypeVar("T")
 
@@ -161,7 +162,7 @@ class SnapshotStore:
         exchange.transfer(
             None if own is None else FilePart(temporary / own.file, own.bytes, exchange.next_rank),
             None if other is None else FilePart(temporary / other.file, other.bytes, exchange.previous_rank),
-            LINK_SHARE,
+            BACKGROUND_SEND_SHARE,
         )
 
     def _commit(self, save: _Save, temporary: Path, parts: Sequence[_Part]) -> None:
