@@ -137,11 +137,12 @@ def build_command(
 
 
 def run_continues_without_node(decision: RequeueDecision, rendezvous_is_open: bool | None) -> bool:
-    """Return whether an elastic run goes on without this node.
+    """Return whether an elastic run continues without this node.
 
     Args:
         decision: about the run, as if it had ended.
-        rendezvous_is_open: of the agents; None: it does not answer, so no other agent can restart its ranks.
+        rendezvous_is_open: agents may still start ranks; None: the rendezvous does not answer, so that no
+            agent can.
     """
     final = decision.next is NextAction.END and decision.code is not ExitCode.FAILURE
     return not final and rendezvous_is_open is True

@@ -3,9 +3,9 @@
     python -m toolkit.cluster.rendezvous_server PORT --id=ID
 
 torchrun's backend c10d keeps its state in a TCPStore. Usually one of the agents serves that store, and the
-run ends with that agent's node. Here all agents are clients (``is_host=0``), so each of them may be lost.
-The process ends with its parent process. It also ends on SIGTERM, but not before the agents have closed the
-rendezvous: until then they need it to agree how the run goes on.
+run ends with that agent's node. Here all agents are clients (``is_host=0``), so each of them may be lost. The
+process ends with its parent process. After a SIGTERM it waits until the agents have closed the rendezvous,
+because they need it to agree whether the run continues, and then ends.
 """
 
 from __future__ import annotations

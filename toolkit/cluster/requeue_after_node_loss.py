@@ -2,9 +2,10 @@
 
     python -m toolkit.cluster.requeue_after_node_loss HOST:PORT      on each node, after its agent has ended
 
-With ``--no-kill`` Slurm keeps such a job: it removes the node, and the job stays allocated until its time
-limit, without a script that could requeue it (slurmctld, ``kill_running_job_by_node_name``). The agents of
-the other nodes end when the rendezvous of the script no longer answers, and then run this.
+With ``--no-kill`` Slurm removes the node from the job and keeps the job until its time limit, but the script
+that would requeue it was lost with the node (slurmctld, ``kill_running_job_by_node_name``). The agents of the
+other nodes end when the rendezvous, which the script served, no longer answers. Then each node runs this
+module.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ POLL_SECONDS = 10.0
 
 
 class BatchNodeState(StrEnum):
-    """What Slurm knows of the node that runs a job's script."""
+    """State of the node that runs a job's batch script, as far as Slurm knows it."""
 
     KEPT = "kept"  # or not yet known to be lost
     LOST = "lost"
@@ -33,7 +34,7 @@ class BatchNodeState(StrEnum):
 
 
 def parse_batch_node_state(description: str, hostnames: Callable[[str], Sequence[str]]) -> BatchNodeState:
-    """Return whether a job still has the node of its script.
+    """Parse whether a job still has the node of its batch script.
 
     Args:
         description: the output of ``scontrol --oneliner show job``.
@@ -48,8 +49,8 @@ def parse_batch_node_state(description: str, hostnames: Callable[[str], Sequence
 
 
 def wait_until_removed(job: str) -> bool:
-    """Wait until Slurm has removed the node of the job's script; return False if the job ends instead, or if
-    Slurm keeps the node.
+    """Wait until Slurm has removed the node of the job's batch script. Return False if the job ends instead,
+    or if Slurm still has the node after ``WAIT_SECONDS``.
     """
 
     def hostnames(nodes: str) -> list[str]:

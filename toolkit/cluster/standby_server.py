@@ -7,11 +7,11 @@
       worker: assignment    ->  passes it on               ->  becomes the rank
       worker stays as relay <-  exit code                  <-  ends
 
-The server owns a :class:`StandbyPool`, as the supervisor of plain python does, and is the parent of the ranks
-that were standbys. The first rank of a node starts it after its first step. It ends with the agent: its
-standbys at once, and the ranks after they have saved, since they watch the agent as well. If a worker that
-became a relay dies, its rank is killed. If the server dies, the relays kill the ranks, and the agent restarts
-them without standbys.
+The first rank of a node starts the server after its first step. The server owns a :class:`StandbyPool`, as
+the supervisor of plain python does, and is the parent of the ranks that were standbys. When the agent ends,
+the server ends the standbys at once; it waits for the ranks, which also notice the end of the agent, save and
+stop. If a worker that became a relay dies, the server kills its rank. If the server dies, the relays kill
+their ranks, and the agent restarts them without standbys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The folder in memory in which the ranks of one node keep snapshots of the state.
+"""The folder on tmpfs in which the ranks of one node keep snapshots of the state.
 
     /dev/shm/dmt-UID-<hash of the run directory>-<random>/
         lock                 locked by the supervisor; its text is the run directory

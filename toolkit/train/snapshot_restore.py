@@ -1,8 +1,9 @@
-"""Find the snapshot in memory from which a restart continues, and bring its files to the nodes that need it.
+"""Find the snapshot in memory from which a restart continues, and send its files to the nodes that need them.
 
-A node that was replaced has none of its files; the partner's copies replace them. Files are sent after the
-engine was built, because only the engine's layout, which may be another one than before, determines which
-files a node reads: the engine loads once from a reader that records the files, and then from the files.
+A node that was replaced has no files, and receives the copies that its partner has kept. Which files a node
+reads depends on the layout of the engine, which may differ from that of the snapshot. So the engine is built
+first, and loads twice: from a reader that only records which files it would read, and, once these files have
+been sent, from the files.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class SnapshotLost(RuntimeError):
-    """The files of a snapshot could not be brought to a node. It is removed, and a restart uses the disk."""
+    """A file of a snapshot could not be sent to a node. The snapshot is removed; a restart uses the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Snapshot:
     """The snapshot that a run continues from.
 
     Attributes:
-        folder: on this node; it has the manifest, and not necessarily all files.
+        folder: on this node. It contains the manifest, but not necessarily all files.
         files: the intact files on each node.
     """
 
@@ -68,7 +69,7 @@ class Snapshot:
         return source_from_manifest(self.folder, self.manifest, plan.shape).reader()
 
     def fetch(self, load: Callable[[StateReader], None]) -> None:
-        """Bring every file that ``load`` reads to this node. Collective.
+        """Receive every file that ``load`` reads and that this node does not have. Collective.
 
         Args:
             load: loads the state from a reader; it is called with one that leaves the tensors as they are.
@@ -93,7 +94,7 @@ class Snapshot:
                 node * exchange.ranks_per_node + local for node in (transfer.source, transfer.target)
             )
             file, size = self.folder / transfer.file, sizes[transfer.file]
-            report_progress(f"bringing {transfer.file} of a snapshot to node {transfer.target}")
+            report_progress(f"sending {transfer.file} of a snapshot to node {transfer.target}")
             try:
                 if exchange.rank == source:
                     exchange.transfer(FilePart(file, size, target), None)
@@ -196,8 +197,11 @@ def _find_own(root: Path, saved: int, exchange: RankExchange) -> dict[FoundSnaps
 
 
 def _verify_files(folder: Path, loaded: Manifest, exchange: RankExchange) -> tuple[set[str], list[str]]:
-    """Return the files of the snapshot that are here and have no damage in this rank's share of the pieces,
-    and what is wrong with the others."""
+    """Verify this rank's share of the pieces of each file in ``folder``.
+
+    Returns:
+        The files without damage, and a sentence about each damaged one.
+    """
     intact, damage = set(), []
     for record in loaded.files:
         if not (folder / record.file).exists():

@@ -8,14 +8,16 @@ in a ring:
     node 1: step-00000120/ manifest.json, part-00001.safetensors and a copy of part-00000.safetensors
     node 2: step-00000120/ manifest.json, part-00002.safetensors and a copy of part-00001.safetensors
 
-with one rank a node. So any node may be lost, or several that are not neighbours. The sequence in the
-background, of all ranks:
+with one rank on each node. So no file is lost with a node, or with several nodes that are not neighbours in
+the ring. All ranks carry out this sequence in the background:
 
-    write the own file; exchange the list of pieces; send the own file to the partner, receive another one;
-    agree; write the manifest, which is equal on all nodes, and rename the folder to its name; agree; remove
-    older snapshots
+    1. write the rank's own file, and exchange the lists of pieces
+    2. send the file to the partner node, and receive that of the node before
+    3. write the manifest, which is equal on all nodes, and rename the folder to its final name
+    4. remove older snapshots
 
-So a crash at any time leaves the older snapshot, the newer one, or both, complete.
+No rank begins a step before all ranks have completed the step before it. So a crash at any time leaves the
+older snapshot, the newer one, or both, complete.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a rank has written, and on rank 0 what is recorded beside the tensors."""
+    """What a rank has written, and on rank 0 the other contents of the manifest."""
 
     record: FileRecord | None
     pieces: Sequence[TensorPiece]
@@ -181,7 +183,7 @@ class SnapshotStore:
         assert not wrong, f"inconsistent: {wrong[0]}"
         write_whole(temporary / manifest.NAME, manifest.encode(written), durable=False)
         target = self.folder / checkpoint_folder.step_name(save.step)
-        if target.exists():  # of an earlier pass over this step
+        if target.exists():  # from an earlier attempt, or from before a rollback
             target.rename(self.folder / f"{checkpoint_folder.REMOVED}{save.name}")
         temporary.rename(target)
 

@@ -11,7 +11,7 @@ exit codes are not specific enough. submitit could write such scripts too, but i
 function per task and has its own signal handler; the ranks already handle both, and the frozen file is
 readable.
 
-A job with ``cluster.min_nodes`` goes on without a node that it loses (``--no-kill``). Its script serves the
+A job with ``cluster.min_nodes`` continues without a node that it loses (``--no-kill``). Its script serves the
 rendezvous of torchrun's agents, so only the loss of the script's own node, the first one, ends the run. Slurm
 then keeps the job without its script, and the other nodes requeue it (cluster/requeue_after_node_loss.py).
 """
