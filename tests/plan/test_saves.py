@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from toolkit.estimate.present import format_plan
 
 from tests.plan.cases import run_config
 from toolkit.config.checkpoint import CheckpointConfig
 from toolkit.config.schema import Precision
 from toolkit.errors import PlanError
+from toolkit.estimate.plan_report import format_plan
 from toolkit.plan import make_plan
 from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.types import Device, RunPlan, World

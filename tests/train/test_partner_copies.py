@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from toolkit.estimate.present import to_json
 
 from tests.damage import flip_byte
 from tests.train.tiny_run import read_jsonl
@@ -24,6 +23,7 @@ from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.errors import ExitCode
+from toolkit.estimate.plan_report import to_json
 from toolkit.goodput import read_times
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
