@@ -31,9 +31,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from benchmarks.faults.cases import DISTRIBUTED, LAYOUTS, Case, Choice, RunLayout, choose_cases  # noqa: E402
 from benchmarks.faults.catalogue import FAULTS, LEFT_OUT, possible_faults  # noqa: E402
+from benchmarks.faults.plain_deepspeed import can_run_without_toolkit, run_without_toolkit  # noqa: E402
 from benchmarks.faults.report import replace_table, summarise, summarise_restarts, table  # noqa: E402
 from benchmarks.faults.run import release_folder, run_case, unbroken_losses  # noqa: E402
-from benchmarks.faults.stock import has_stock_side, run_stock  # noqa: E402
 from toolkit.data.tokens.stdlib import ensure_stdlib  # noqa: E402
 from toolkit.files import write_whole  # noqa: E402
 from toolkit.progress import duration  # noqa: E402
@@ -82,15 +82,18 @@ class Campaign:
         return list(read_rows(self.rows_file))
 
     def run(self, case: Case) -> dict[str, Any]:
-        """Run a case, its reference if that is new, and its stock side. Sound cases leave no files."""
+        """Run a case, its reference if that is new, and the same kills without the toolkit.
+
+        Sound cases leave no files.
+        """
         ensure_stdlib(self.data, 264, root=ROOT / "toolkit")
         layout = LAYOUTS[case.layout]
         reference = unbroken_losses(layout, self.folder / "references" / layout.name, self.data)
         folder = self.folder / case.name
         row = run_case(case, folder, self.data, reference)
-        if has_stock_side(case):
+        if can_run_without_toolkit(case):
             release_folder(self.folder / f"{case.name}-stock")
-            row["stock"] = run_stock(case, self.folder / f"{case.name}-stock")
+            row["stock"] = run_without_toolkit(case, self.folder / f"{case.name}-stock")
             release_folder(self.folder / f"{case.name}-stock")
         if not row["violations"]:
             release_folder(folder)

@@ -71,7 +71,7 @@ def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) 
         data=start.data,
         launcher=launch.launcher.value,
         seconds_left=stop.seconds_left,
-        memory=None if start.memory is None else Path(start.memory),
+        snapshot_folder=None if start.memory is None else Path(start.memory),
         restart=start.restart,
     )
 

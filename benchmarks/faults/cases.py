@@ -37,8 +37,8 @@ MODEL = (
     "monitor.prompt=null",
     "monitor.probe=false",
     "debug.threads=1",
-    "task.target=benchmarks.faults.witness.WitnessTask",
-    "+hooks.witness.target=benchmarks.faults.witness.Witness",
+    "task.target=benchmarks.faults.instrumentation.InstrumentedTask",
+    "+hooks.instrumentation.target=benchmarks.faults.instrumentation.InstrumentationHook",
 )
 
 

@@ -1,8 +1,8 @@
 """The classes of faults: how each is injected, and how the run must end.
 
 To add a class, append a ``FaultClass`` to ``FAULTS``. Its functions receive the live run (``run.py``):
-processes, folder, checkpoints, and orders for the witness within the ranks. ``LEFT_OUT`` lists the faults
-that this campaign does not have, with the reason.
+processes, folder, checkpoints, and orders for the ranks (``instrumentation.py``). ``LEFT_OUT`` lists the
+faults that this campaign does not have, with the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.faults.damage import (
     restore_byte,
     restore_sole_checkpoint,
 )
-from benchmarks.faults.processes import why_no_nodes, why_no_wired_nodes
+from benchmarks.faults.processes import why_no_lossy_link_between_nodes, why_no_nodes
 
 if TYPE_CHECKING:
     from benchmarks.faults.run import LiveRun
@@ -153,7 +153,7 @@ def kill_twice(run: LiveRun) -> None:
 
 
 def order(kind: str, *, all_ranks: bool = False, ahead: int = 0) -> Action:
-    """Return an action that lets a rank (or all) carry out an order of ``witness.py``."""
+    """Return an action that lets a rank (or all) carry out an order of ``instrumentation.py``."""
 
     def give(run: LiveRun) -> None:
         ranks = sorted(run.ranks)
@@ -254,26 +254,26 @@ def cut_link(seconds: float) -> Action:
     return cut
 
 
-def use_wire(run: LiveRun) -> None:
+def use_lossy_link(run: LiveRun) -> None:
     assert run.nodes is not None
-    run.nodes.use_wire(run.case.seed)
+    run.nodes.use_lossy_link(run.case.seed)
 
 
 def spoil_link(
     seconds: float, *, delay_seconds: float = 0.0, lost: float = 0.0, half_open: bool = False
 ) -> Action:
-    """Return an action that makes the wire between the machines bad, and good again."""
+    """Return an action that makes the link between the machines bad, and then good again."""
 
     def spoil(run: LiveRun) -> None:
         assert run.nodes is not None
-        wire = run.nodes.wire
-        assert wire is not None
-        wire.delay_seconds, wire.lost = delay_seconds, lost
-        wire.blocked = frozenset({run.random.randrange(2)} if half_open else ())
+        link = run.nodes.lossy_link
+        assert link is not None
+        link.delay_seconds, link.lost = delay_seconds, lost
+        link.blocked = frozenset({run.random.randrange(2)} if half_open else ())
         try:
             time.sleep(seconds)
         finally:
-            wire.delay_seconds, wire.lost, wire.blocked = 0.0, 0.0, frozenset()
+            link.delay_seconds, link.lost, link.blocked = 0.0, 0.0, frozenset()
 
     return spoil
 
@@ -359,8 +359,8 @@ FAULTS: Mapping[str, FaultClass] = {
             spoil_link(LINK_BAD_SECONDS, delay_seconds=LINK_DELAY_SECONDS),
             ("torchrun",),
             nodes=2,
-            prepare=use_wire,
-            missing=why_no_wired_nodes,
+            prepare=use_lossy_link,
+            missing=why_no_lossy_link_between_nodes,
         ),
         FaultClass(
             "link-lossy",
@@ -368,8 +368,8 @@ FAULTS: Mapping[str, FaultClass] = {
             spoil_link(LINK_BAD_SECONDS, lost=LINK_LOST),
             ("torchrun",),
             nodes=2,
-            prepare=use_wire,
-            missing=why_no_wired_nodes,
+            prepare=use_lossy_link,
+            missing=why_no_lossy_link_between_nodes,
         ),
         FaultClass(
             "link-half-open",
@@ -377,9 +377,9 @@ FAULTS: Mapping[str, FaultClass] = {
             spoil_link(LINK_LONG_SECONDS, half_open=True),
             ("torchrun",),
             nodes=2,
-            prepare=use_wire,
+            prepare=use_lossy_link,
             overrides=WATCHED,
-            missing=why_no_wired_nodes,
+            missing=why_no_lossy_link_between_nodes,
         ),
         FaultClass(
             "node-rank-killed", Expected.RESTARTED, kill_rank, ("torchrun",), nodes=2, missing=why_no_nodes

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.cases import BATCH, STEPS
-from benchmarks.faults.recovery import read_witness
+from benchmarks.faults.recovery import read_rank_records
 from toolkit import checkpoint_folder
 from toolkit.checkpoint.directory import load_manifest
 from toolkit.checkpoint.verify import verify
@@ -56,7 +56,7 @@ class Evidence:
 
     Attributes:
         run: the run's folder.
-        witness: the folder of ``witness.py``.
+        rank_records: the folder of ``instrumentation.py``.
         reference: losses by step of the unbroken run of the same layout.
         damaged_step: step of the checkpoint that the fault damaged.
         temporary: TMPDIR of the run's processes; None if it is gone.
@@ -65,7 +65,7 @@ class Evidence:
     """
 
     run: Path
-    witness: Path
+    rank_records: Path
     reference: Mapping[int, float]
     ends: Sequence[End]
     damaged_step: int | None = None
@@ -79,14 +79,14 @@ def _listed(steps: Sequence[int]) -> str:
     return f"{', '.join(map(str, steps[:SHOWN]))}{more}"
 
 
-def samples_of_steps(witness: Path) -> dict[int, list[int]]:
+def samples_of_steps(rank_records: Path) -> dict[int, list[int]]:
     """Return the sorted samples that each step finally trained, over all data ranks.
 
     The last time that a rank began a step counts. Ranks that share their samples (tensor and pipeline axes)
     count once.
     """
     last: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for row in read_witness(witness):
+    for row in read_rank_records(rank_records):
         if "begun" in row:
             rows = last.setdefault((row["begun"], row["rank"]), [])
             if rows and rows[0]["pid"] != row["pid"]:
@@ -110,7 +110,7 @@ def check_samples(evidence: Evidence) -> Iterator[str]:
         lost = [step for step in range(1, STEPS + 1) if step not in counts]
         repeated = [step for step, count in counts.items() if count > 1]
         yield f"rows: lost steps [{_listed(lost)}], repeated steps [{_listed(repeated)}], {len(steps)} rows"
-    found = samples_of_steps(evidence.witness)
+    found = samples_of_steps(evidence.rank_records)
     wrong = [
         step
         for step in range(1, STEPS + 1)

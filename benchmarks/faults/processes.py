@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.faults.wire import Wire, replaced_cable, why_no_wire
+from benchmarks.faults.lossy_link import LossyLink, replace_with_lossy_link, why_no_lossy_link
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.cluster.standbys import is_standby as is_standby_command
 from toolkit.plan.devices import HIDE_GPUS
@@ -172,7 +172,7 @@ class Nodes:
 
     Attributes:
         shared: the folder that both see.
-        wire: see :meth:`use_wire`.
+        lossy_link: see :meth:`use_lossy_link`.
     """
 
     def __init__(self, folder: Path, mark: str, stack: ExitStack) -> None:
@@ -180,12 +180,12 @@ class Nodes:
 
         self._nodes = stack.enter_context(two_nodes(folder))
         self.shared, self._mark, self._stack = self._nodes.shared, mark, stack
-        self.wire: Wire | None = None
+        self.lossy_link: LossyLink | None = None
         self._port = find_free_port()
 
-    def use_wire(self, seed: int) -> None:
-        """Replace the cable by ``self.wire``, which can delay and lose frames."""
-        self.wire = self._stack.enter_context(replaced_cable(self._nodes, seed))
+    def use_lossy_link(self, seed: int) -> None:
+        """Replace the cable by ``self.lossy_link``, which can delay and lose frames."""
+        self.lossy_link = self._stack.enter_context(replace_with_lossy_link(self._nodes, seed))
 
     def cable(self, *, up: bool) -> None:
         """Connect or disconnect the machines; packets are lost silently."""
@@ -222,6 +222,6 @@ def why_no_nodes() -> str | None:
     return missing()
 
 
-def why_no_wired_nodes() -> str | None:
-    """Return why two machines cannot be joined by a wire that loses frames here; None: they can."""
-    return why_no_nodes() or why_no_wire()
+def why_no_lossy_link_between_nodes() -> str | None:
+    """Return why two machines cannot be joined by a :class:`LossyLink` here; None: they can."""
+    return why_no_nodes() or why_no_lossy_link()

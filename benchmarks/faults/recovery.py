@@ -1,7 +1,7 @@
 """Measure the time from a fault to the next new step of the run, and its phases.
 
-The witness within the ranks dates the steps (``witness.py``), the run's ``times.json`` its attempts, and
-``restart.json`` the phases of a restart by the toolkit.
+The ranks record when steps begin and end (``instrumentation.py``). The run's ``times.json`` has the times of
+its attempts, and ``restart.json`` the phases of a restart by the toolkit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Recovery:
     repeated: int
 
 
-def read_witness(folder: Path, rank: int | None = None) -> Iterator[dict[str, Any]]:
+def read_rank_records(folder: Path, rank: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the rows of a rank, or of all ranks in turn. An incomplete last row is skipped."""
     for file in sorted(folder.glob("rank-*.jsonl" if rank is None else f"rank-{rank}.jsonl")):
         for line in file.read_text().splitlines():
@@ -50,13 +50,13 @@ def read_witness(folder: Path, rank: int | None = None) -> Iterator[dict[str, An
                 continue
 
 
-def recovery_of(run: Path, witness: Path, moment: float) -> dict[str, Any] | None:
+def recovery_of(run: Path, rank_records: Path, moment: float) -> dict[str, Any] | None:
     """Return the recovery from a fault at ``moment`` (seconds since 1970); None without a new step.
 
     A process may complete a few more steps before it notices the fault. If another process follows it, the
     next new step is the first that the follower completes and that process had not.
     """
-    recorded = list(read_witness(witness, 0))
+    recorded = list(read_rank_records(rank_records, 0))
     rows = [row for row in recorded if "ended" in row]
     hit_pid = next((row["pid"] for row in reversed(rows) if row["time"] <= moment), None)
     followed = any(row["pid"] != hit_pid for row in rows if row["time"] > moment)

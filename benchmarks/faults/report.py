@@ -19,7 +19,7 @@ RESTARTERS: Mapping[str, tuple[str, bool]] = {
     "torchrun": ("torchrun", False),
     "deepspeed: the same command again": ("deepspeed", False),
 }
-STOCK = "torchrun, without the toolkit"
+WITHOUT_TOOLKIT = "torchrun, without the toolkit"
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -47,7 +47,7 @@ def summarise_restarts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str,
         mine = [row for row in rows if (row["launcher"], row["warm"]) == (launcher, warm)]
         found[name] = {"cases": len(mine), **_recovery_figures(mine)}
     stock = [row["stock"]["seconds"] for row in rows if row.get("stock")]
-    found[STOCK] = {"cases": len(stock), **_seconds_figures(stock)}
+    found[WITHOUT_TOOLKIT] = {"cases": len(stock), **_seconds_figures(stock)}
     return {name: figures for name, figures in found.items() if figures["cases"]}
 
 

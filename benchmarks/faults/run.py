@@ -31,7 +31,7 @@ from benchmarks.faults.processes import (
     simulated_nodes,
     start,
 )
-from benchmarks.faults.recovery import read_witness, recovery_of
+from benchmarks.faults.recovery import read_rank_records, recovery_of
 from toolkit import checkpoint_folder
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.errors import InputError
@@ -60,7 +60,7 @@ class LiveRun:
         environ: of the commands.
         resources: closed at the end of the case.
         moment: of the fault, in seconds since 1970.
-        ordered: the fault is an order to the witness, which may come too late.
+        ordered: a rank carries the fault out itself (``instrumentation.py``); the order may be too late.
         ranks: the processes found last, by rank.
         damaged_step: step of the checkpoint that the fault damaged.
         damaged_byte: file and place of a byte that the fault inverted.
@@ -91,11 +91,11 @@ class LiveRun:
                 mount_disk(self.disk, self.fault.disk_mib)
                 resources.callback(unmount_disk, self.disk)
         resources.callback(kill_all, self.mark)  # before the disk is unmounted
-        self.witness = (self.nodes.shared if self.nodes is not None else folder) / "witness"
-        self.witness.mkdir()
+        self.rank_records = (self.nodes.shared if self.nodes is not None else folder) / "rank-records"
+        self.rank_records.mkdir()
         self.directory = RunDirectory(self.disk / "run")
-        self._hold = self.witness / "hold"
-        self.environ = {"FAULT_WITNESS": str(self.witness), "FAULT_STEP_SECONDS": str(STEP_SECONDS)}
+        self._hold = self.rank_records / "hold"
+        self.environ = {"FAULT_RECORDS": str(self.rank_records), "FAULT_STEP_SECONDS": str(STEP_SECONDS)}
         if self.nodes is None:
             self.temporary = folder / "tmp"
             self.temporary.mkdir()
@@ -139,13 +139,15 @@ class LiveRun:
 
     def order(self, kind: str, ranks: Sequence[int], step: int) -> None:
         """Let ``ranks`` carry out a fault at ``step``, or after their current step."""
-        temporary = self.witness / "order.writing"
+        temporary = self.rank_records / "order.writing"
         temporary.write_text(json.dumps({"kind": kind, "ranks": list(ranks), "step": step}))
-        temporary.rename(self.witness / "order.json")
+        temporary.rename(self.rank_records / "order.json")
 
     def step(self) -> int:
         """Return the newest step that rank 0 has ever completed."""
-        return max((row["ended"] for row in read_witness(self.witness, 0) if "ended" in row), default=0)
+        return max(
+            (row["ended"] for row in read_rank_records(self.rank_records, 0) if "ended" in row), default=0
+        )
 
     def newest_checkpoint(self) -> Path | None:
         return self.directory.newest_checkpoint()
@@ -305,7 +307,7 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
             fault.repair(run)
         evidence = Evidence(
             run=run.directory.path,
-            witness=run.witness,
+            rank_records=run.rank_records,
             reference=reference,
             ends=tuple(ends),
             damaged_step=run.damaged_step,
@@ -319,7 +321,7 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
         if unexpected and not missed:
             violations["expected end"] = [unexpected]
         measured = run.moment > 0 and not missed
-        recovery = recovery_of(evidence.run, run.witness, run.moment) if measured else None
+        recovery = recovery_of(evidence.run, run.rank_records, run.moment) if measured else None
         return {
             **case.to_json(),
             "expected": str(fault.expected),
@@ -336,7 +338,7 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
 
 def was_too_late(run: LiveRun) -> bool:
     """Return whether the run had completed its last step before the fault."""
-    rows = list(read_witness(run.witness))
+    rows = list(read_rank_records(run.rank_records))
     last = [row["time"] for row in rows if row.get("ended") == STEPS]
     if run.ordered:
         return bool(last) and not any("obeyed" in row for row in rows)

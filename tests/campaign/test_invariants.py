@@ -59,7 +59,7 @@ def write_attempt(evidence: Evidence, number: int, first: int, last: int, began:
             who = {"pid": 100 * number + rank, "rank": rank, "time": end}
             rows += [{**who, "begun": step, "data_rank": rank, "samples": samples(step, rank)}]
             rows += [{**who, "ended": step}]
-        append_rows(evidence.witness / f"rank-{rank}.jsonl", rows)
+        append_rows(evidence.rank_records / f"rank-{rank}.jsonl", rows)
     folder = directory.attempt_folder(number)
     folder.mkdir(parents=True)
     times = AttemptTimes(
@@ -71,9 +71,9 @@ def write_attempt(evidence: Evidence, number: int, first: int, last: int, began:
 @pytest.fixture
 def sound(tmp_path: Path) -> Evidence:
     """A run that was killed after step 12, and restarted from the checkpoint of step 10."""
-    run, witness = tmp_path / "run", tmp_path / "witness"
+    run, rank_records = tmp_path / "run", tmp_path / "rank-records"
     (tmp_path / "tmp").mkdir()
-    witness.mkdir()
+    rank_records.mkdir()
     directory = RunDirectory(run)
     for step in (STEPS - 5, STEPS):
         named = {TensorKey(WEIGHT, "w"): torch.full((8, 4), float(step))}
@@ -86,7 +86,7 @@ def sound(tmp_path: Path) -> Evidence:
     )
     evidence = Evidence(
         run=run,
-        witness=witness,
+        rank_records=rank_records,
         reference=LOSSES,
         ends=(End(code=0, status=status),),
         temporary=tmp_path / "tmp",
@@ -122,10 +122,10 @@ def repeated_step(evidence: Evidence) -> Evidence:
 
 def other_samples(evidence: Evidence) -> Evidence:
     """One data rank trains the samples of the step before."""
-    text = (evidence.witness / "rank-1.jsonl").read_text()
+    text = (evidence.rank_records / "rank-1.jsonl").read_text()
     late = json.dumps(samples(20, 1))
     assert late in text
-    (evidence.witness / "rank-1.jsonl").write_text(text.replace(late, json.dumps(samples(19, 1))))
+    (evidence.rank_records / "rank-1.jsonl").write_text(text.replace(late, json.dumps(samples(19, 1))))
     return evidence
 
 
@@ -294,7 +294,7 @@ def test_orphans_are_found_by_their_environment(tmp_path: Path) -> None:
 
 def test_recovery_has_the_phases_of_the_restart(sound: Evidence) -> None:
     """The fault is 0.5 s after step 12; the second attempt begins at 1030 and repeats two steps."""
-    found = recovery_of(sound.run, sound.witness, 1022.5)
+    found = recovery_of(sound.run, sound.rank_records, 1022.5)
     assert found is not None
     assert found["seconds"] == pytest.approx(1043 - 1022.5)
     assert found["repeated"] == 2
@@ -313,7 +313,7 @@ def test_recovery_has_the_phases_that_the_restart_recorded(sound: Evidence) -> N
     for phase, end in zip(list(RestartPhase)[2:], (1029, 1030, 1034, 1036, 1039, 1041), strict=True):
         restart = restart.ended(phase, end)
     write_restart(RunDirectory(sound.run).attempt_folder(2), restart)
-    found = recovery_of(sound.run, sound.witness, 1022.5)
+    found = recovery_of(sound.run, sound.rank_records, 1022.5)
     assert found is not None
     assert list(found["phases"]) == [*RestartPhase, "repeating"]
     assert found["phases"]["detect"] == pytest.approx(0.4), "from the fault, not from the last look"
@@ -322,17 +322,17 @@ def test_recovery_has_the_phases_that_the_restart_recorded(sound: Evidence) -> N
 
 def test_steps_that_the_stopping_process_completes_are_no_recovery(sound: Evidence) -> None:
     """The fault is after step 10; the process completes two more steps before it ends."""
-    found = recovery_of(sound.run, sound.witness, 1020.5)
+    found = recovery_of(sound.run, sound.rank_records, 1020.5)
     assert found is not None
     assert found["seconds"] == pytest.approx(1043 - 1020.5)
     assert found["repeated"] == 2
 
 
 def test_recovery_of_a_run_that_went_on(sound: Evidence) -> None:
-    found = recovery_of(sound.run, sound.witness, 1035.0 + 8.25)
+    found = recovery_of(sound.run, sound.rank_records, 1035.0 + 8.25)
     assert found is not None
     assert (found["phases"], found["repeated"]) == ({"paused": pytest.approx(0.75)}, 0)
 
 
 def test_run_without_a_new_step_has_no_recovery(sound: Evidence) -> None:
-    assert recovery_of(sound.run, sound.witness, 2000.0) is None
+    assert recovery_of(sound.run, sound.rank_records, 2000.0) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster import requeue
-from toolkit.cluster.requeue import JobBaseline, JobOutcome, NextAction, StopSignal, decide
+from toolkit.cluster.requeue import JobBaseline, JobOutcome, NextAction, StopSignal, decide_requeue
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory
@@ -42,9 +42,9 @@ NEWER = "step-00000002"
         # srun returns torchrun's code, which does not reflect the ranks' codes
         (ended(RunState.DONE, code=1), NextAction.END, ExitCode.DONE),
         (ended(RunState.REFUSED, code=1), NextAction.END, ExitCode.USER),
-        (ended(RunState.STOPPED, code=1, asked=StopSignal.TERM), NextAction.AGAIN, None),
+        (ended(RunState.STOPPED, code=1, asked=StopSignal.TERM), NextAction.REQUEUE, None),
         # preempted: Slurm signalled the tasks directly
-        (ended(RunState.STOPPED, code=1), NextAction.AGAIN, None),
+        (ended(RunState.STOPPED, code=1), NextAction.REQUEUE, None),
         (ended(RunState.STOPPED, asked=StopSignal.INT), NextAction.END, ExitCode.STOPPED),
         # from W&B's page, or by hand
         (ended(RunState.STOPPED, reason="SIGINT"), NextAction.END, ExitCode.STOPPED),
@@ -53,7 +53,7 @@ NEWER = "step-00000002"
             NextAction.END,
             ExitCode.STOPPED,
         ),
-        (ended(RunState.FAILED, checkpoint=NEWER), NextAction.AGAIN, None),
+        (ended(RunState.FAILED, checkpoint=NEWER), NextAction.REQUEUE, None),
         # its launcher has used cluster.restarts already
         (ended(RunState.FAILED), NextAction.END, ExitCode.FAILURE),
         (replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=65), NextAction.END, ExitCode.DIVERGED),
@@ -62,20 +62,20 @@ NEWER = "step-00000002"
             NextAction.END,
             ExitCode.USER,
         ),  # for example a full disk
-        (ended(RunState.RUNNING, code=137), NextAction.AGAIN, None),
+        (ended(RunState.RUNNING, code=137), NextAction.REQUEUE, None),
         # killed without a status
-        (ended(RunState.RUNNING, checkpoint=NEWER, code=137), NextAction.AGAIN, None),
+        (ended(RunState.RUNNING, checkpoint=NEWER, code=137), NextAction.REQUEUE, None),
         (ended(RunState.FAILED, asked=StopSignal.INT), NextAction.END, ExitCode.FAILURE),
         # no attempt was started
         (ended(None, attempt=1, code=2), NextAction.END, ExitCode.USER),
         (ended(RunState.STOPPED, attempt=1, code=1), NextAction.END, ExitCode.FAILURE),
-        (ended(RunState.STOPPED, attempt=1, code=75, asked=StopSignal.TERM), NextAction.AGAIN, None),
+        (ended(RunState.STOPPED, attempt=1, code=75, asked=StopSignal.TERM), NextAction.REQUEUE, None),
         (ended(RunState.STOPPED, attempt=1, code=75, asked=StopSignal.INT), NextAction.END, ExitCode.STOPPED),
         (ended(RunState.DONE, attempt=1, code=0), NextAction.END, ExitCode.DONE),
     ],
 )
-def test_decide(end: JobOutcome, next: NextAction, code: ExitCode | None) -> None:
-    decision = decide(BEFORE, end, restarts=3, requeue=True)
+def test_end_of_a_job_is_requeued_or_final(end: JobOutcome, next: NextAction, code: ExitCode | None) -> None:
+    decision = decide_requeue(BEFORE, end, restarts=3, requeue=True)
     assert decision.next is next
     assert code is None or decision.code is code
 
@@ -89,23 +89,25 @@ def test_decide(end: JobOutcome, next: NextAction, code: ExitCode | None) -> Non
     ],
 )
 def test_without_requeue_every_end_is_final(end: JobOutcome) -> None:
-    assert decide(BEFORE, end, restarts=3, requeue=False).next is NextAction.END
+    assert decide_requeue(BEFORE, end, restarts=3, requeue=False).next is NextAction.END
 
 
 def test_silent_ends_are_limited_and_progress_resets_them() -> None:
     before, decisions = BEFORE, []
     for attempt in range(2, 6):
-        decision = decide(before, ended(RunState.RUNNING, attempt=attempt), restarts=2, requeue=True)
+        decision = decide_requeue(before, ended(RunState.RUNNING, attempt=attempt), restarts=2, requeue=True)
         decisions.append(decision.next)
         before = JobBaseline(attempt=attempt, checkpoint="step-00000001", fruitless=decision.fruitless)
         if decision.next is NextAction.END:
             break
-    assert decisions == [NextAction.AGAIN, NextAction.AGAIN, NextAction.END]
+    assert decisions == [NextAction.REQUEUE, NextAction.REQUEUE, NextAction.END]
     twice = JobBaseline(attempt=3, checkpoint="step-00000001", fruitless=2)
-    forgiven = decide(twice, ended(RunState.RUNNING, attempt=4, checkpoint=NEWER), restarts=2, requeue=True)
-    assert (forgiven.next, forgiven.fruitless) == (NextAction.AGAIN, 0)
+    forgiven = decide_requeue(
+        twice, ended(RunState.RUNNING, attempt=4, checkpoint=NEWER), restarts=2, requeue=True
+    )
+    assert (forgiven.next, forgiven.fruitless) == (NextAction.REQUEUE, 0)
     assert (
-        decide(BEFORE, ended(RunState.FAILED, checkpoint=NEWER), restarts=0, requeue=True).next
+        decide_requeue(BEFORE, ended(RunState.FAILED, checkpoint=NEWER), restarts=0, requeue=True).next
         is NextAction.END
     )
 

@@ -185,7 +185,7 @@ def test_agents_of_an_elastic_job_are_clients_of_the_scripts_rendezvous(
     assert "torch.distributed.run" in agent
     assert {"--nnodes=1:2", "--rdzv-endpoint=10.0.0.1:22345", "--max-restarts=5"} < set(agent)
     assert agent[-2:] == ["is_host=0,keep_alive_interval=2,last_call_timeout=10", f"10.0.0.{int(node) + 1}"]
-    assert after == ["-m", "toolkit.cluster.lost_batch_node", "10.0.0.1:22345"]
+    assert after == ["-m", "toolkit.cluster.requeue_after_node_loss", "10.0.0.1:22345"]
     (srun,) = (call for call in calls(stand_ins) if call[0] == "srun")
     assert {"--nodes=3", "--no-kill", "--wait=0"} < set(srun)
     assert (elastic.folder / "output.txt").exists()
@@ -286,9 +286,9 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
         "scancel": 'note scancel "$@"; [ -e "$NOTES/step" ] && kill -TERM "$(cat "$NOTES/step")"',
         "scontrol": 'case "$*" in *hostnames*) printf "n1\\nn2\\n";;\n'
         '*) printf "NodeName=n%s Arch=x86_64 NodeAddr=10.0.0.%s Version=22\\n" 1 1 2 2;; esac',
-        "python": 'case "$*" in *requeue*) note requeue "$@"; exit 75;;\n'
+        "python": 'case "$*" in *"cluster.requeue "*) note requeue "$@"; exit 75;;\n'
         '*rendezvous_server*) note server "$@"; exit "${SERVER:-0}";;\n'
-        '*lost_batch_node*) note after "$@"; exit;; esac\n'
+        '*requeue_after_node_loss*) note after "$@"; exit;; esac\n'
         'note task "$@" "${PET_RDZV_CONF:-}" "${PET_LOCAL_ADDR:-}"; echo $$ > "$NOTES/step"\n'
         'trap "exit 75" TERM; for _ in $(seq "${STEPS:-0}"); do sleep 0.1; done; exit 3',
     }

@@ -45,8 +45,8 @@ from toolkit.cluster.stop_request import SIGNALS, find_launchers
 standbys.LOW_PRIORITY = 0  # other tests of a busy machine must not starve them
 arguments, relay, phases = sys.argv[1:], None, None
 if is_standby(arguments):
-    order = wait_for_rank(arguments, lambda plan: None)
-    arguments, relay, phases = order.arguments, order.relay, order.restart
+    assignment = wait_for_rank(arguments, lambda plan: None)
+    arguments, relay, phases = assignment.arguments, assignment.relay, assignment.restart
 else:
     phases = hand_over_to_standby(arguments, os.environ)
 launch, _ = read_launch(os.environ, arguments, relay=relay, phases=phases)

@@ -18,7 +18,7 @@ import pytest
 
 from tests.waiting import wait_until
 from toolkit.cluster.attempt_spec import AttemptSpec
-from toolkit.cluster.rank_order import RankOrder
+from toolkit.cluster.rank_assignment import RankAssignment
 from toolkit.cluster.rank_processes import rank_variables
 from toolkit.cluster.standbys import StandbyPool
 from toolkit.cluster.stop_request import ProcessHandle
@@ -83,8 +83,8 @@ class Rig:
 
     def take(self, rank: int) -> subprocess.Popen[bytes] | None:
         environ = {**os.environ, **rank_variables(rank, TWO, "12345")}
-        order = RankOrder(environ=environ, arguments=["--handover=/next/handover.json"])
-        return self.pool.take(rank, order, [self.lock])
+        assignment = RankAssignment(environ=environ, arguments=["--handover=/next/handover.json"])
+        return self.pool.take(rank, assignment, [self.lock])
 
     def seen(self) -> dict[str, Any]:
         wait_until(self.out.exists, SECONDS, "a rank")

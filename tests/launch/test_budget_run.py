@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.processes import TRAIN, RunningCommand, command, read_status
 from tests.launch.tiny_runs import KEYS, STEPS, read_losses
-from toolkit.cluster.requeue import JobBaseline, NextAction, StopSignal, decide, read_outcome
+from toolkit.cluster.requeue import JobBaseline, NextAction, StopSignal, decide_requeue, read_outcome
 from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
@@ -52,7 +52,7 @@ def test_budget_stops_the_run_once_and_a_larger_one_continues(
     assert directory.saved_step() == 1
     assert [row["step"] for row in map(json.loads, directory.eval_file.read_text().splitlines())] == [1]
     outcome = read_outcome(run_dir, StopSignal.NONE, code)
-    assert decide(JobBaseline(), outcome, restarts=3, requeue=True).next is NextAction.END
+    assert decide_requeue(JobBaseline(), outcome, restarts=3, requeue=True).next is NextAction.END
 
     code, output = start(SECOND)
     assert code == ExitCode.USER or (launcher == "torchrun" and code != 0), output

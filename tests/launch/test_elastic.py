@@ -26,7 +26,7 @@ from toolkit.goodput import AttemptTimes, read_times
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.memory import SHARED_MEMORY, remove_abandoned
+from toolkit.rundir.snapshot_folder import SHARED_MEMORY, remove_abandoned_folders
 from toolkit.rundir.status import RunState
 from toolkit.train.run import run
 
@@ -297,5 +297,5 @@ def test_elastic_run_continues_from_the_memory_of_the_node_that_is_left(
         assert resumed % every == 0
         check_completed(nodes, unbroken, steps)
         assert memory(first) is None
-        remove_abandoned()  # the next start on the lost node does this
+        remove_abandoned_folders()  # the next start on the lost node does this
         assert not left.exists()

@@ -1,4 +1,4 @@
-"""Snapshots in memory of a run that goes back behind them.
+"""Snapshots in memory of a run that rolls back to a step before them.
 
     pytest tests/train/test_memory_snapshots.py
 

@@ -158,7 +158,7 @@ def test_error_of_one_rank_blocks_no_other(ring: RankPool, tmp_path: Path) -> No
 
 @dataclass(frozen=True)
 class Nodes:
-    """A run on two nodes: its directory, and the memory of each node."""
+    """A run on two nodes: its directory, and the snapshot folder of each node."""
 
     root: Path
 
@@ -166,15 +166,15 @@ class Nodes:
     def run_dir(self) -> Path:
         return self.root / "run"
 
-    def memory(self, node: int) -> Path:
+    def snapshot_folder(self, node: int) -> Path:
         return self.root / f"node-{node}"
 
     def snapshot(self, node: int) -> Path:
-        return self.memory(node) / f"step-{IN_MEMORY:08d}"
+        return self.snapshot_folder(node) / f"step-{IN_MEMORY:08d}"
 
     def lose(self, node: int) -> None:
-        shutil.rmtree(self.memory(node))
-        self.memory(node).mkdir()
+        shutil.rmtree(self.snapshot_folder(node))
+        self.snapshot_folder(node).mkdir()
 
     def losses(self) -> list[float]:
         rows = read_jsonl(self.run_dir / "metrics.jsonl")
@@ -231,7 +231,16 @@ def train_on_node(
 
     plan = make_plan(config_of(nodes.run_dir, data, engine), replace(WORLD, ranks=ranks))
     try:
-        return int(run(plan, rank=rank, local_rank=0, stop=stop, attempt=attempt, memory=nodes.memory(rank)))
+        return int(
+            run(
+                plan,
+                rank=rank,
+                local_rank=0,
+                stop=stop,
+                attempt=attempt,
+                snapshot_folder=nodes.snapshot_folder(rank),
+            )
+        )
     except Crash:
         return None
 
@@ -243,7 +252,7 @@ def train_nodes(
     directory = RunDirectory(nodes.run_dir)
     attempt = directory.begin(config, to_json(make_plan(config, replace(WORLD, ranks=ranks))))
     for node in range(2):
-        nodes.memory(node).mkdir(exist_ok=True)
+        nodes.snapshot_folder(node).mkdir(exist_ok=True)
     codes = run_ranks(train_on_node, ranks, nodes, data, engine, attempt, crash, timeout=SECONDS)
     assert codes == [None if crash else ExitCode.DONE] * ranks
     directory.release()

@@ -13,7 +13,7 @@ from toolkit.train.snapshot_choice import (
     RunProgress,
     Transfer,
     choose_snapshot,
-    merge_ranks,
+    merge_rank_findings,
     plan_transfers,
 )
 
@@ -100,9 +100,9 @@ def test_snapshot_from_before_a_rollback_is_not_used() -> None:
 
 def test_file_is_intact_on_a_node_if_every_rank_found_its_share_intact() -> None:
     whole, part = found(120, "ab"), replace(found(120, "a"), damage=("part b differs",))
-    (merged,) = merge_ranks([[whole], [part]])
+    (merged,) = merge_rank_findings([[whole], [part]])
     assert (merged.intact, merged.damage) == (frozenset("a"), ("part b differs",))
-    (unverified,) = merge_ranks([[whole], []])
+    (unverified,) = merge_rank_findings([[whole], []])
     assert unverified.intact == frozenset()
 
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.cluster.agent_snapshot_folder import launcher_restarts_ranks
 from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world
 from toolkit.cluster.job import FROZEN, resolve_from_files
 from toolkit.cluster.machine_info import MachineInfo
-from toolkit.cluster.node_memory import restarts_ranks
 from toolkit.cluster.node_range import check_node_range
 from toolkit.cluster.stop_request import process_start_time
 from toolkit.commands import command_line
@@ -225,18 +225,18 @@ def log_start(plan: RunPlan, attempt: int, launch: Launch) -> None:
     """Log the plan's warnings, the project of the user and the run directory."""
     if (project := find_project()) is not None:
         log.info("%s", project)
-    for warning in (*plan.warnings, *find_memory_warnings(plan, launch)):
+    for warning in (*plan.warnings, *find_unused_snapshots(plan, launch)):
         log.warning("%s", warning)
     world = plan.world
     size = f"{world.ranks} rank{'s' * (world.ranks > 1)} on {world.gpu or world.device}"
     log.info("run %s, attempt %d: %s", plan.run_dir, attempt, size)
 
 
-def find_memory_warnings(plan: RunPlan, launch: Launch) -> list[Problem]:
+def find_unused_snapshots(plan: RunPlan, launch: Launch) -> list[Problem]:
     """Warn that nothing will read snapshots in memory: what started the ranks does not restart them."""
     every, restarts = plan.config.checkpoint.memory_every, plan.config.cluster.restarts
     alone = launch.launcher is Launcher.NONE
-    if not every or (alone and restarts > 0) or restarts_ranks(launch):
+    if not every or (alone and restarts > 0) or launcher_restarts_ranks(launch):
         return []
     where = "cluster.restarts=0" if alone else f"started by {launch.launcher} without restarts"
     return [

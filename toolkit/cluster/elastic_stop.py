@@ -1,10 +1,10 @@
-"""What follows when the ranks of an elastic run (``torchrun --nnodes=MIN:MAX``) have stopped.
+"""Decide whether an elastic run (``torchrun --nnodes=MIN:MAX``) continues after its ranks have stopped.
 
 torchrun's agents end and restart the ranks of all nodes when a node joins (torch 2.13, ``_invoke_run`` in
 ``elastic/agent/server/api.py``): each sends its ranks SIGTERM, waits 30 s, sends SIGKILL, and meets the other
 agents at the rendezvous. An agent that is itself asked to stop does the same to its ranks, and then exits. A
-rank cannot distinguish the two signals. But the rendezvous lists a node that waits to join until all agents
-have left the old round, and they leave it only after their ranks have ended. So rank 0 looks there before it
+rank cannot distinguish the two signals. But the rendezvous lists the nodes that wait to join until all agents
+have left the old round, which they do only after their ranks have ended. So rank 0 reads that list before it
 exits.
 """
 
@@ -58,7 +58,7 @@ class NodeStop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopDecision:
-    """How an elastic run goes on after its ranks have stopped.
+    """Whether and where an elastic run continues after its ranks have stopped.
 
     Attributes:
         continues: the run continues on the nodes that are not in ``leaving``, and on those that join.
@@ -84,8 +84,8 @@ def decide_after_stop(
     Args:
         stops: the reports of all nodes, in the order of nodes.
         nodes_waiting: how many nodes wait to join; None: unknown, and then the agents decide.
-        evictions: nodes are taken away one by one with SIGTERM, as pods are. Then a SIGTERM to some of the
-            nodes makes these leave; otherwise it stops the run.
+        evictions: a SIGTERM may mean that only this node is taken away, as when a pod is evicted. Then the
+            nodes that received one leave, unless all nodes did. Without it, a SIGTERM stops the whole run.
     """
     leaving = tuple(node for node, stop in enumerate(stops) if stop.leaves)
     if evictions and not nodes_waiting:
@@ -116,9 +116,8 @@ def decide_after_stop(
 def agree_after_stop(
     launch: Launch, rendezvous: Rendezvous, stop: StopRequest, *, evictions: bool
 ) -> StopDecision | None:
-    """Return rank 0's decision on the first rank of every node.
-
-    The other ranks need none and get None, as does a rank that does not reach rank 0.
+    """Return rank 0's decision on the first rank of every node; None on other ranks, which do not need it,
+    and on a rank that cannot reach rank 0.
 
     Args:
         evictions: as in :func:`decide_after_stop`.
@@ -169,7 +168,10 @@ class AgentRendezvous:
             return None
 
     def close(self) -> None:
-        """Let no agent start ranks again, also no spare node. Call :meth:`count_waiting_nodes` before."""
+        """Prevent all agents, also those of spare nodes, from starting ranks again.
+
+        Call :meth:`count_waiting_nodes` before.
+        """
         from torch.distributed.elastic.rendezvous import RendezvousError
 
         if self._handler is not None:

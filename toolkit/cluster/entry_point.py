@@ -26,8 +26,8 @@ def run_entry_point(arguments: Sequence[str], callbacks: RunCallbacks, *, script
     """
     relay, phases = None, None
     if is_standby(arguments):
-        order = wait_for_rank(arguments, callbacks.warm_up)
-        arguments, relay, phases = order.arguments, order.relay, order.restart
+        assignment = wait_for_rank(arguments, callbacks.warm_up)
+        arguments, relay, phases = assignment.arguments, assignment.relay, assignment.restart
     else:
         phases = hand_over_to_standby(arguments, os.environ)
     environ = dict(os.environ)

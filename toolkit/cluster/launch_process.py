@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from toolkit.cluster.agent_snapshot_folder import agent_snapshot_folder
 from toolkit.cluster.attempt_spec import AttemptSpec, log_start, start_attempt
 from toolkit.cluster.cpu_affinity import bind_to_gpu
 from toolkit.cluster.elastic_stop import SAVE_SECONDS, agree_after_stop
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.machine_info import MachineInfo, detect_machine
-from toolkit.cluster.node_memory import node_memory
 from toolkit.cluster.output_log import tee_output
 from toolkit.cluster.preemption import watch_preemption
 from toolkit.cluster.process_environment import set_cuda_defaults, set_run_defaults, set_thread_default
@@ -99,11 +99,11 @@ def launch_process(
     spec = spec.restart_phase_ended(RestartPhase.START)
     code = ExitCode.DONE
     with (
-        node_memory(plan, launch, lambda: (code, exit_handler.after_stop)) as memory,
+        agent_snapshot_folder(plan, launch, lambda: (code, exit_handler.after_stop)) as snapshot_folder,
         rendezvous.process_group(plan.world.device),
     ):
-        if memory is not None:
-            spec = replace(spec, memory=str(memory))
+        if snapshot_folder is not None:
+            spec = replace(spec, memory=str(snapshot_folder))
         code = callbacks.train(plan, launch, spec.restart_phase_ended(RestartPhase.RENDEZVOUS), stop)
         if code is ExitCode.STOPPED and launch.node_range is not None:
             pods = plan.config.cluster.where is ClusterBackend.kubernetes

@@ -21,14 +21,16 @@ RENDEZVOUS_TIMES = "keep_alive_interval=2,last_call_timeout=10"
 
 @dataclass(frozen=True, slots=True)
 class NodeRange:
-    least: int
-    most: int
+    min_nodes: int
+    max_nodes: int
 
     def __contains__(self, nodes: object) -> bool:
-        return nodes in range(self.least, self.most + 1)
+        return nodes in range(self.min_nodes, self.max_nodes + 1)
 
     def __str__(self) -> str:
-        return f"{self.least}:{self.most}" if self.least < self.most else f"{self.least}"
+        return (
+            f"{self.min_nodes}:{self.max_nodes}" if self.min_nodes < self.max_nodes else f"{self.min_nodes}"
+        )
 
 
 def parse_node_range(environ: Mapping[str, str], agent_arguments: Sequence[str]) -> NodeRange | None:
@@ -43,8 +45,8 @@ def parse_node_range(environ: Mapping[str, str], agent_arguments: Sequence[str])
         if name == "--nnodes":
             value = attached or "".join(agent_arguments[index + 1 : index + 2])
             break
-    least, _, most = value.partition(":")
-    return NodeRange(int(least), int(most)) if most and least != most else None
+    low, _, high = value.partition(":")
+    return NodeRange(int(low), int(high)) if high and low != high else None
 
 
 def check_node_range(config: RunConfig, nodes: NodeRange, world: World, *, agent_store: bool) -> None:
@@ -72,7 +74,7 @@ def check_node_range(config: RunConfig, nodes: NodeRange, world: World, *, agent
         nodes,
         world,
         key=NNODES,
-        typed=f"--nnodes={nodes}",
+        written=f"--nnodes={nodes}",
         remedy=lambda accepted: f"start torchrun with --nnodes={accepted}",
     )
 
@@ -110,10 +112,10 @@ def check_job_node_range(config: RunConfig, world: World) -> None:
         nodes,
         world,
         key="cluster.min_nodes",
-        typed=f"cluster.min_nodes={nodes.least} cluster.nodes={nodes.most}",
+        written=f"cluster.min_nodes={nodes.min_nodes} cluster.nodes={nodes.max_nodes}",
         remedy=lambda accepted: (
-            f"write cluster.min_nodes={accepted.least}"
-            if accepted.least < accepted.most
+            f"write cluster.min_nodes={accepted.min_nodes}"
+            if accepted.min_nodes < accepted.max_nodes
             else "leave out cluster.min_nodes"
         ),
     )
@@ -125,19 +127,19 @@ def _check_every_number(
     world: World,
     *,
     key: str,
-    typed: str,
+    written: str,
     remedy: Callable[[NodeRange], str],
 ) -> None:
     """Raise ConfigError if the rules refuse some numbers of nodes.
 
     Args:
-        typed: how the user wrote the range.
+        written: how the user wrote the range.
         remedy: how to write the accepted numbers around the present one instead.
     """
     refused = {number: found for number in _numbers(nodes) if (found := _refusal(config, world, number))}
     if not refused:
         return
-    least_refused = min(refused)
+    number = min(refused)
     numbers = ", ".join(map(str, refused))
     remedies = [remedy(_accepted_around(world.nodes, nodes, refused))]
     if (batch := _larger_batch(config, world, nodes)) is not None:
@@ -145,16 +147,16 @@ def _check_every_number(
     raise ConfigError(
         Problem(
             key,
-            f"{typed}, and on {least_refused} node{'s' * (least_refused > 1)}: {refused[least_refused].seen}",
+            f"{written}, and on {number} node{'s' * (number > 1)}: {refused[number].seen}",
             f"the run must be possible on every number of nodes in the range, but not on {numbers}: "
-            f"{refused[least_refused].rule}",
+            f"{refused[number].rule}",
             " or ".join(remedies),
         )
     )
 
 
 def _numbers(nodes: NodeRange) -> range:
-    return range(nodes.least, nodes.most + 1)
+    return range(nodes.min_nodes, nodes.max_nodes + 1)
 
 
 def _refusal(config: RunConfig, world: World, nodes: int) -> Problem | None:
@@ -169,8 +171,8 @@ def _refusal(config: RunConfig, world: World, nodes: int) -> Problem | None:
 
 def _accepted_around(number: int, nodes: NodeRange, refused: Collection[int]) -> NodeRange:
     """Return the largest range around ``number`` without a refused number."""
-    below = max((other for other in refused if other < number), default=nodes.least - 1)
-    above = min((other for other in refused if other > number), default=nodes.most + 1)
+    below = max((other for other in refused if other < number), default=nodes.min_nodes - 1)
+    above = min((other for other in refused if other > number), default=nodes.max_nodes + 1)
     return NodeRange(below + 1, above - 1)
 
 

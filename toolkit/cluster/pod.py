@@ -34,7 +34,7 @@ from toolkit.cluster.requeue import (
     NextAction,
     RequeueDecision,
     StopSignal,
-    decide,
+    decide_requeue,
     read_baseline,
     wait_for_outcome,
 )
@@ -136,12 +136,13 @@ def build_command(
     ]
 
 
-def goes_on(decision: RequeueDecision, rendezvous_is_open: bool | None) -> bool:
-    """Return whether an elastic run goes on without this node.
+def run_continues_without_node(decision: RequeueDecision, rendezvous_is_open: bool | None) -> bool:
+    """Return whether an elastic run continues without this node.
 
     Args:
         decision: about the run, as if it had ended.
-        rendezvous_is_open: of the agents; None: it does not answer, so no other agent can restart its ranks.
+        rendezvous_is_open: agents may still start ranks; None: the rendezvous does not answer, so that no
+            agent can.
     """
     final = decision.next is NextAction.END and decision.code is not ExitCode.FAILURE
     return not final and rendezvous_is_open is True
@@ -149,7 +150,7 @@ def goes_on(decision: RequeueDecision, rendezvous_is_open: bool | None) -> bool:
 
 def choose_exit_code(decision: RequeueDecision, outcome: JobOutcome, before: JobBaseline) -> ExitCode:
     """Return the exit code that Kubernetes acts on."""
-    if decision.next is NextAction.AGAIN:
+    if decision.next is NextAction.REQUEUE:
         return ExitCode.FAILURE if decision.fruitless else ExitCode.STOPPED
     # the pods did not meet; a restart may help
     if decision.code is ExitCode.FAILURE and outcome.attempt <= before.attempt:
@@ -193,8 +194,8 @@ def main(arguments: Sequence[str]) -> int:
     outcome = wait_for_outcome(
         run_dir, before, launcher.stop_signal, code, SETTLE_SECONDS if given.meet is not None else 0.0
     )
-    decision = decide(before, outcome, restarts=config.cluster.restarts, requeue=True)
-    if elastic and goes_on(decision, is_open(given.meet, id)):
+    decision = decide_requeue(before, outcome, restarts=config.cluster.restarts, requeue=True)
+    if elastic and run_continues_without_node(decision, is_open(given.meet, id)):
         print(f"pod {index} has left the run, which goes on without it", flush=True)
         return LEFT_RUN
     print(f"pod {index}, start {start} of the job: {decision.why}", flush=True)

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from toolkit.cluster.environment import Relay
-from toolkit.cluster.rank_order import ENDED, ORDER, TAKEN, RankOrder, receive_message, send_message
+from toolkit.cluster.rank_assignment import (
+    ASSIGN,
+    ENDED,
+    TAKEN,
+    RankAssignment,
+    receive_message,
+    send_message,
+)
 from toolkit.cluster.standby_socket import connect
 from toolkit.cluster.standbys import PROCESS_NAME
 from toolkit.cluster.stop_request import SIGNALS, process_start_time
@@ -44,7 +51,7 @@ def hand_over_to_standby(arguments: Sequence[str], environ: Mapping[str, str]) -
     connection = connect(agent, ANSWER_SECONDS)
     if connection is None:
         return None
-    order = RankOrder(
+    assignment = RankAssignment(
         environ={**environ, **inherited_form()},
         arguments=arguments,
         relay=Relay(pid=os.getpid(), agent=agent, began=process_start_time()),
@@ -56,7 +63,7 @@ def hand_over_to_standby(arguments: Sequence[str], environ: Mapping[str, str]) -
     phases = None
     with connection:
         try:
-            send_message(connection, ORDER, order.to_json(), [0, 1, 2])
+            send_message(connection, ASSIGN, assignment.to_json(), [0, 1, 2])
             word, content, _ = receive_message(connection)
         except OSError:  # the server died, or does not answer: a standby that it starts later is killed
             word, content = b"", None

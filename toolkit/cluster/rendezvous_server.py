@@ -3,9 +3,9 @@
     python -m toolkit.cluster.rendezvous_server PORT --id=ID
 
 torchrun's backend c10d keeps its state in a TCPStore. Usually one of the agents serves that store, and the
-run ends with that agent's node. Here all agents are clients (``is_host=0``), so each of them may be lost.
-The process ends with its parent process. It also ends on SIGTERM, but not before the agents have closed the
-rendezvous: until then they need it to agree how the run goes on.
+run ends with that agent's node. Here all agents are clients (``is_host=0``), so each of them may be lost. The
+process ends with its parent process. After a SIGTERM it waits until the agents have closed the rendezvous,
+because they need it to agree whether the run continues, and then ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-HERE = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 1.0
 QUERY_SECONDS = 10  # how long a client waits for the server
 
@@ -67,12 +67,14 @@ def main(arguments: Sequence[str]) -> int:
 
     from torch.distributed import TCPStore
 
-    store = TCPStore(HERE, given.port, None, True, timedelta(seconds=QUERY_SECONDS), wait_for_workers=False)
+    store = TCPStore(
+        LOOPBACK, given.port, None, True, timedelta(seconds=QUERY_SECONDS), wait_for_workers=False
+    )
     print(f"the rendezvous {given.id} is served at port {store.port}", flush=True)
     while not requested.wait(POLL_SECONDS):
         if os.getppid() != parent:
             return 0
-    rendezvous = connect(f"{HERE}:{store.port}", given.id)
+    rendezvous = connect(f"{LOOPBACK}:{store.port}", given.id)
     while os.getppid() == parent and not rendezvous.is_closed():
         time.sleep(POLL_SECONDS)
     return 0

@@ -45,7 +45,7 @@ class StopSignal(StrEnum):
 
 class NextAction(StrEnum):
     END = "end"
-    AGAIN = "again"
+    REQUEUE = "again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,9 @@ class RequeueDecision:
     fruitless: int = 0
 
 
-def decide(before: JobBaseline, outcome: JobOutcome, *, restarts: int, requeue: bool) -> RequeueDecision:
+def decide_requeue(
+    before: JobBaseline, outcome: JobOutcome, *, restarts: int, requeue: bool
+) -> RequeueDecision:
     """Decide how the job continues.
 
     Args:
@@ -95,7 +97,7 @@ def decide(before: JobBaseline, outcome: JobOutcome, *, restarts: int, requeue: 
     """
 
     def restart(why: str, fruitless: int = 0) -> RequeueDecision:
-        return RequeueDecision(next=NextAction.AGAIN, code=ExitCode.STOPPED, why=why, fruitless=fruitless)
+        return RequeueDecision(next=NextAction.REQUEUE, code=ExitCode.STOPPED, why=why, fruitless=fruitless)
 
     def end(code: ExitCode, why: str) -> RequeueDecision:
         return RequeueDecision(next=NextAction.END, code=code, why=why)
@@ -297,11 +299,13 @@ def main(arguments: Sequence[str]) -> int:
     outcome = wait_for_outcome(
         Path(config.run.dir), before, given.asked, given.code, SETTLE_SECONDS if several else 0.0
     )
-    decision = decide(before, outcome, restarts=config.cluster.restarts, requeue=config.cluster.slurm.requeue)
+    decision = decide_requeue(
+        before, outcome, restarts=config.cluster.restarts, requeue=config.cluster.slurm.requeue
+    )
     append_outcome(given.folder, outcome, decision)
     job = os.environ["SLURM_JOB_ID"]
     print(f"job {job}: {decision.why}", flush=True)
-    if decision.next is NextAction.AGAIN and requeue_job(job):
+    if decision.next is NextAction.REQUEUE and requeue_job(job):
         excluded = [entry.host for entry in read_excluded_hosts(Path(config.run.dir))]
         hosts = join_hosts(config.cluster.slurm.exclude, excluded)
         if excluded and hosts:

@@ -4,14 +4,14 @@
       starts workers
       worker 0: first step  ->  starts standbys            ->  imports
       a worker fails, and the agent ends the others and starts new ones
-      worker: order         ->  passes the order on        ->  becomes the rank
+      worker: assignment    ->  passes it on               ->  becomes the rank
       worker stays as relay <-  exit code                  <-  ends
 
-The server owns a :class:`StandbyPool`, as the supervisor of plain python does, and is the parent of the ranks
-that were standbys. The first rank of a node starts it after its first step. It ends with the agent: its
-standbys at once, and the ranks after they have saved, since they watch the agent as well. If a worker that
-became a relay dies, its rank is killed. If the server dies, the relays kill the ranks, and the agent restarts
-them without standbys.
+The first rank of a node starts the server after its first step. The server owns a :class:`StandbyPool`, as
+the supervisor of plain python does, and is the parent of the ranks that were standbys. When the agent ends,
+the server ends the standbys at once; it waits for the ranks, which also notice the end of the agent, save and
+stop. If a worker that became a relay dies, the server kills its rank. If the server dies, the relays kill
+their ranks, and the agent restarts them without standbys.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pathlib import Path
 
 from toolkit.cluster.attempt_spec import AttemptSpec
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.rank_order import (
+from toolkit.cluster.rank_assignment import (
+    ASSIGN,
     ENDED,
-    ORDER,
     REFILL,
     REFUSED,
     TAKEN,
-    RankOrder,
+    RankAssignment,
     receive_message,
     send_message,
 )
@@ -59,7 +59,7 @@ FIRST_STEP_POLL_SECONDS = 0.5
 MESSAGE_SECONDS = 2.0  # for a message of a process that has connected
 
 
-# ---- the rank's end
+# ---- in the ranks
 
 
 def count_standbys_of_launch(cluster: ClusterConfig, world: World, launch: Launch) -> int:
@@ -141,7 +141,7 @@ class _Rank:
     """A rank that was a standby, and the connection to its relay."""
 
     process: subprocess.Popen[bytes]
-    end: int  # pidfd
+    pidfd: int
     connection: socket.socket
 
 
@@ -156,12 +156,12 @@ class StandbyServer:
         self._agent, self._pool, self._listener = agent, pool, listener
         self._ranks: dict[int, _Rank] = {}  # by PID
         self._workers: list[int] = []  # pidfds of the agent's workers that have not ended
-        self._ends: list[float] = []  # when its other workers ended
+        self._worker_ends: list[float] = []  # times at which its other workers ended
         self._restart: RestartPhases | None = None
         self._serving = True
         self._events = selectors.DefaultSelector()
-        self._agent_end = os.pidfd_open(agent)
-        self._watch(self._agent_end, self._agent_ended)
+        self._agent_pidfd = os.pidfd_open(agent)
+        self._watch(self._agent_pidfd, self._agent_ended)
         self._watch(listener, self._accept)
 
     def run(self, handover: Path) -> None:
@@ -181,7 +181,7 @@ class StandbyServer:
         """End the standbys. The ranks notice as well that the agent has ended, save and stop."""
         self._serving = False
         self._forget_workers()
-        self._events.unregister(self._agent_end)
+        self._events.unregister(self._agent_pidfd)
         self._events.unregister(self._listener)
         self._listener.close()
         self._pool.kill()
@@ -197,9 +197,9 @@ class StandbyServer:
                 word, content, descriptors = receive_message(connection)
                 if word == REFILL:
                     self._refill(Path(content["handover"]))
-                elif word == ORDER:
+                elif word == ASSIGN:
                     try:
-                        taken = self._take(connection, RankOrder.from_json(content), descriptors)
+                        taken = self._take(connection, RankAssignment.from_json(content), descriptors)
                     finally:
                         for descriptor in descriptors:
                             os.close(descriptor)
@@ -211,22 +211,22 @@ class StandbyServer:
         import psutil
 
         self._forget_workers()
-        self._ends, self._restart = [], None
+        self._worker_ends, self._restart = [], None
         with suppress(psutil.NoSuchProcess):  # the agent ends
             for worker in psutil.Process(self._agent).children():
                 with suppress(psutil.Error, ProcessLookupError):
                     if "LOCAL_RANK" in worker.environ():
-                        end = os.pidfd_open(worker.pid)
-                        self._workers.append(end)
-                        self._watch(end, lambda: None)  # _note_ended_workers has done it
+                        pidfd = os.pidfd_open(worker.pid)
+                        self._workers.append(pidfd)
+                        self._watch(pidfd, lambda: None)  # _note_ended_workers has done it
         self._pool.start(handover)
 
     def _note_ended_workers(self) -> None:
-        ends = select.poll()
+        ended = select.poll()
         for worker in self._workers:
-            ends.register(worker, select.POLLIN)
-        for worker, _ in ends.poll(0):
-            self._ends.append(time.time())
+            ended.register(worker, select.POLLIN)
+        for worker, _ in ended.poll(0):
+            self._worker_ends.append(time.time())
             self._workers.remove(worker)
             self._events.unregister(worker)
             os.close(worker)
@@ -237,26 +237,28 @@ class StandbyServer:
             self._events.unregister(worker)
             os.close(worker)
 
-    def _take(self, connection: socket.socket, order: RankOrder, descriptors: Sequence[int]) -> bool:
+    def _take(
+        self, connection: socket.socket, assignment: RankAssignment, descriptors: Sequence[int]
+    ) -> bool:
         """Let a standby take the place of a worker; return whether one does."""
-        assert order.relay is not None
+        assert assignment.relay is not None
         if self._restart is None:
             self._restart = phases_before_start(
-                self._ends,
-                order.relay.began,
-                ranks=int(order.environ["LOCAL_WORLD_SIZE"]),
+                self._worker_ends,
+                assignment.relay.began,
+                ranks=int(assignment.environ["LOCAL_WORLD_SIZE"]),
                 standbys=self._pool.discard_unready(),
             )
         if _has_hung_up(connection):  # it has waited for too long, and started without a standby
             return False
-        order = replace(order, restart=self._restart)
-        process = self._pool.take(int(order.environ["LOCAL_RANK"]), order, descriptors)
+        assignment = replace(assignment, restart=self._restart)
+        process = self._pool.take(int(assignment.environ["LOCAL_RANK"]), assignment, descriptors)
         if process is None:
-            send_message(connection, REFUSED, {"restart": order.to_json()["restart"]})
+            send_message(connection, REFUSED, {"restart": assignment.to_json()["restart"]})
             return False
         rank = _Rank(process, os.pidfd_open(process.pid), connection)
         self._ranks[process.pid] = rank
-        self._watch(rank.end, lambda: self._rank_ended(rank))
+        self._watch(rank.pidfd, lambda: self._rank_ended(rank))
         self._watch(connection, lambda: self._relay_ended(rank))
         with suppress(OSError):  # the relay has ended, which is the next event
             send_message(connection, TAKEN, {"pid": process.pid})
@@ -265,8 +267,8 @@ class StandbyServer:
     def _rank_ended(self, rank: _Rank) -> None:
         code = rank.process.wait()
         del self._ranks[rank.process.pid]
-        self._events.unregister(rank.end)
-        os.close(rank.end)
+        self._events.unregister(rank.pidfd)
+        os.close(rank.pidfd)
         with suppress(KeyError):  # the relay ended first
             self._events.unregister(rank.connection)
         with suppress(OSError):

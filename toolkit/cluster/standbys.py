@@ -7,10 +7,10 @@ owner of a pool, the supervisor or torchrun's standby server, keeps standbys tha
     owner                                       standby
     starts it after the first step       ->     imports, in a thread at low priority
                                          <-     ``ready``
-    restart: order and descriptors       ->
+    restart: assignment, descriptors     ->
                                          <-     ``taken``, and runs the path of every rank from its beginning
 
-Both ends of this conversation are here. A standby has no CUDA context and no process group. It ends when the
+This module contains both sides. A standby has no CUDA context and no process group. It ends when the
 owner does, because their socket closes. A standby that died, is stopped or is not ready is replaced by a
 process that starts cold.
 """
@@ -33,7 +33,14 @@ from toolkit.cluster.attempt_spec import AttemptSpec
 from toolkit.cluster.environment import HANDOVER, Launch
 from toolkit.cluster.machine_info import detect_machine
 from toolkit.cluster.process_environment import set_cuda_defaults, set_run_defaults
-from toolkit.cluster.rank_order import ORDER, READY, TAKEN, RankOrder, receive_message, send_message
+from toolkit.cluster.rank_assignment import (
+    ASSIGN,
+    READY,
+    TAKEN,
+    RankAssignment,
+    receive_message,
+    send_message,
+)
 from toolkit.cluster.rank_processes import start_process
 from toolkit.commands import inherited_form
 from toolkit.config.cluster import ClusterConfig
@@ -49,7 +56,7 @@ OOM_SCORE, OOM_FIRST, OOM_USUAL = Path("/proc/self/oom_score_adj"), "1000", "0"
 PROCESS_NAME = Path("/proc/self/comm")  # as ps shows it
 
 
-# ---- the owner's end
+# ---- in the owner
 
 
 def count_standbys(cluster: ClusterConfig, world: World, *, restarts: int) -> int:
@@ -98,7 +105,9 @@ class StandbyPool:
                 self._standbys.pop(rank).kill()
         return len(self._standbys)
 
-    def take(self, rank: int, order: RankOrder, descriptors: Sequence[int]) -> subprocess.Popen[bytes] | None:
+    def take(
+        self, rank: int, assignment: RankAssignment, descriptors: Sequence[int]
+    ) -> subprocess.Popen[bytes] | None:
         """Turn the standby of ``rank`` into that rank; None if there is none that can.
 
         Args:
@@ -108,7 +117,7 @@ class StandbyPool:
         standby = self._standbys.pop(rank, None)
         if standby is None:
             return None
-        if standby.is_ready() and standby.hand_over(order, descriptors):
+        if standby.is_ready() and standby.hand_over(assignment, descriptors):
             return standby.process
         standby.kill()
         return None
@@ -139,11 +148,11 @@ class _Standby:
             self._ready = self._ready or self._socket.recv(len(READY), socket.MSG_DONTWAIT) == READY
         return self._ready
 
-    def hand_over(self, order: RankOrder, descriptors: Sequence[int]) -> bool:
+    def hand_over(self, assignment: RankAssignment, descriptors: Sequence[int]) -> bool:
         """Send what makes the standby a rank; return whether it answers."""
         self._socket.settimeout(TAKEN_SECONDS)
         try:
-            send_message(self._socket, ORDER, order.to_json(), descriptors)
+            send_message(self._socket, ASSIGN, assignment.to_json(), descriptors)
             taken = self._socket.recv(len(TAKEN)) == TAKEN
         except OSError:  # it died, or does not answer in time
             return False
@@ -156,16 +165,17 @@ class _Standby:
         self._socket.close()
 
 
-# ---- the standby's end
+# ---- in the standby
 
 
 def is_standby(arguments: Sequence[str]) -> bool:
     return any(word.startswith(STANDBY) for word in arguments)
 
 
-def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) -> RankOrder:
-    """Prepare this process to be a rank, wait until it is needed, and return its order, which is carried out
-    as far as the process itself is concerned.
+def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) -> RankAssignment:
+    """Prepare this process to be a rank, wait until it is needed, and return its assignment.
+
+    The assignment's environment, arguments, streams, folder and cores have then been applied to this process.
 
     The process ends here if the owner of the pool does, or if ``warm_up`` fails: a rank that starts cold
     would fail in the same way and report it.
@@ -176,8 +186,8 @@ def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) 
     options = {word.partition("=")[0] + "=": word.partition("=")[2] for word in arguments}
     connection = socket.socket(fileno=int(options[STANDBY]))
     connection.set_inheritable(False)
-    orders: queue.SimpleQueue[tuple[RankOrder, list[int]]] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, orders), name="standby", daemon=True).start()
+    assignments: queue.SimpleQueue[tuple[RankAssignment, list[int]]] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, assignments), name="standby", daemon=True).start()
     rank = os.environ["RANK"]
     with suppress(OSError):  # a container may mount /proc read-only
         PROCESS_NAME.write_text(f"warm-up-{rank}")
@@ -192,29 +202,31 @@ def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) 
         PROCESS_NAME.write_text(f"standby-{rank}")
     with suppress(ConnectionError):  # the owner has ended, and the receiving thread ends this process
         connection.send(READY)
-    order, descriptors = orders.get()
+    assignment, descriptors = assignments.get()
     os.environ.clear()
-    os.environ.update({**order.environ, **imported})
-    sys.argv[1:] = order.arguments
-    if order.relay is not None:
+    os.environ.update({**assignment.environ, **imported})
+    sys.argv[1:] = assignment.arguments
+    if assignment.relay is not None:
         _take_streams(descriptors)
-    if order.folder is not None:
-        os.chdir(order.folder)
+    if assignment.folder is not None:
+        os.chdir(assignment.folder)
     with suppress(OSError):
         PROCESS_NAME.write_text(f"rank-{os.environ['RANK']}")
         OOM_SCORE.write_text(OOM_USUAL)
-    _restore_scheduling(priority, order.cores)
-    return order
+    _restore_scheduling(priority, assignment.cores)
+    return assignment
 
 
-def _receive(connection: socket.socket, orders: queue.SimpleQueue[tuple[RankOrder, list[int]]]) -> None:
-    """Wait for the order to become a rank, also during the imports."""
+def _receive(
+    connection: socket.socket, assignments: queue.SimpleQueue[tuple[RankAssignment, list[int]]]
+) -> None:
+    """Wait for the assignment to become a rank, also during the imports."""
     word = b""  # as at the end of the connection
     with suppress(ConnectionError):  # the owner was killed and has not read READY
         word, content, descriptors = receive_message(connection)
     if not word:
         os._exit(0)
-    orders.put((RankOrder.from_json(content), descriptors))
+    assignments.put((RankAssignment.from_json(content), descriptors))
     with suppress(OSError):  # the owner has ended: the rank notices
         connection.send(TAKEN)
 

@@ -16,7 +16,7 @@ from toolkit.cluster.attempt_spec import AttemptSpec, start_next_attempt
 from toolkit.cluster.environment import HANDOVER, Launch, Launcher
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.output_log import tee_output
-from toolkit.cluster.rank_order import RankOrder
+from toolkit.cluster.rank_assignment import RankAssignment
 from toolkit.cluster.rank_processes import POLL_SECONDS, RankProcesses
 from toolkit.cluster.standbys import StandbyPool, count_standbys
 from toolkit.cluster.stop_request import StopRequest
@@ -28,7 +28,7 @@ from toolkit.goodput import Attempt
 from toolkit.plan.types import RunPlan, World
 from toolkit.restart_phases import RestartPhase, RestartPhases
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.memory import MemoryFolder, remove_abandoned
+from toolkit.rundir.snapshot_folder import SnapshotFolder, remove_abandoned_folders
 from toolkit.rundir.status import RunState
 
 log = logging.getLogger(__name__)
@@ -60,21 +60,21 @@ def supervise_ranks(
     command = python_arguments(script)
     cluster = plan.config.cluster
     standbys = StandbyPool(command, count_standbys(cluster, plan.world, restarts=cluster.restarts))
-    memory = _open_memory(plan.config, directory)
-    supervisor = _Supervisor(command, plan, directory, stop, exit_handler, standbys, memory)
+    snapshots = _open_snapshot_folder(plan.config, directory)
+    supervisor = _Supervisor(command, plan, directory, stop, exit_handler, standbys, snapshots)
     try:
         return supervisor.run(spec)
     finally:
         supervisor.clean_up()
 
 
-def _open_memory(config: RunConfig, directory: RunDirectory) -> MemoryFolder | None:
+def _open_snapshot_folder(config: RunConfig, directory: RunDirectory) -> SnapshotFolder | None:
     """Make the folder for snapshots in memory if the run wants one. Without it, restarts read the disk."""
-    remove_abandoned()
+    remove_abandoned_folders()
     if not config.checkpoint.memory_every or not config.cluster.restarts:
         return None
     try:
-        return MemoryFolder(directory.path)
+        return SnapshotFolder(directory.path)
     except OSError as error:
         log.warning("no snapshots in memory (checkpoint.memory_every): %s", error)
         return None
@@ -114,7 +114,7 @@ class _Supervisor:
 
     Attributes:
         command: the script or module that every rank runs.
-        memory: the folder for snapshots; None: there are none.
+        snapshots: the folder for snapshots in memory; None: none are taken.
     """
 
     command: Sequence[str]
@@ -123,14 +123,14 @@ class _Supervisor:
     stop: StopRequest
     exit_handler: ExitHandler
     standbys: StandbyPool
-    memory: MemoryFolder | None
+    snapshots: SnapshotFolder | None
 
     def run(self, spec: AttemptSpec) -> ExitCode:
         """Run the attempts until one is not followed by a restart."""
         directory, exit_handler, limit = self.directory, self.exit_handler, self.plan.config.cluster.restarts
         failures, starts = 0, 1
-        if self.memory is not None:
-            spec = replace(spec, memory=str(self.memory.path))
+        if self.snapshots is not None:
+            spec = replace(spec, memory=str(self.snapshots.path))
         while True:
             before = self._newest_state()
             end = self._run_attempt(spec)
@@ -168,7 +168,7 @@ class _Supervisor:
 
     def _newest_state(self) -> NewestState:
         saved = self.directory.saved_step()
-        kept = None if self.memory is None else self.memory.newest_step()
+        kept = None if self.snapshots is None else self.snapshots.newest_step()
         if kept is not None and (saved is None or kept > saved):
             return NewestState(kept, in_memory=True)
         return NewestState(saved)
@@ -188,7 +188,7 @@ class _Supervisor:
             spec.world,
             keep=[lock],
             take_standby=lambda rank, environ: standbys.take(
-                rank, RankOrder(environ=environ, arguments=[f"{HANDOVER}{handover}"]), [lock]
+                rank, RankAssignment(environ=environ, arguments=[f"{HANDOVER}{handover}"]), [lock]
             ),
         )
 
@@ -226,8 +226,8 @@ class _Supervisor:
     def clean_up(self) -> None:
         """End the standbys and remove the snapshots."""
         self.standbys.kill()
-        if self.memory is not None:
-            self.memory.remove()
+        if self.snapshots is not None:
+            self.snapshots.remove()
 
 
 @dataclass(frozen=True, slots=True)

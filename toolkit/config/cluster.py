@@ -157,8 +157,8 @@ class ClusterConfig:
     nodes: int | None = None
     """Number of machines. Null: as many as the launcher started, or this one."""
     min_nodes: int | None = None
-    """Keep a job of Slurm or Kubernetes running when nodes are lost, as long as so many are left; between
-    this and cluster.nodes. The global batch and the samples stay the same. Null: the job needs all its nodes.
+    """Smallest number of nodes with which a job of Slurm or Kubernetes continues when it loses nodes; less
+    than cluster.nodes. The global batch and the samples stay the same. Null: the job needs all its nodes.
     """
     gpus_per_node: int | None = None
     """GPUs per machine; 0: train on CPU. Null: the GPUs of this machine."""

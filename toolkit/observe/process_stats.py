@@ -70,7 +70,7 @@ class ProcessStats:
 
 
 class DelayTracker:
-    """Measure what keeps the thread that creates this object from running (``monitor/delays.py``).
+    """Measure what keeps the thread that creates this object from running (``monitor/recorder.py``).
 
     A background thread samples the clock four times a second. If neither it nor ``read`` ran for longer than
     that, and the process neither used nor waited for a processor in between, the process was stopped. Native

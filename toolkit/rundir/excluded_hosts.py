@@ -1,7 +1,8 @@
 """Hosts that the next start of a run on Slurm must not use: ``excluded_hosts.json`` in the run's folder.
 
-The check of computations writes it, since a host that computes wrong values reports no error; the command
-submit and the requeueing of jobs read it. Delete an entry, or the file, to use a repaired host again.
+A host that computes wrong values reports no error, so the check of computations writes its name to this file
+(``train/computation_check.py``). The command submit and the requeueing of jobs read it. Delete an entry, or
+the file, to use a repaired host again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ SLURM_JOB = "SLURM_JOB_ID"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcludedHost:
-    """A host, by the name that Slurm gives it, and what happened there after a step."""
+    """A host that the next start must not use.
+
+    Attributes:
+        host: the name that Slurm gives it.
+        step: the step after which the fault was found.
+        reason: the fault.
+    """
 
     host: str
     step: int

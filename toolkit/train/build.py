@@ -122,7 +122,7 @@ def build_hooks(
     training: Training,
     started: float,
     *,
-    memory: Path | None = None,
+    snapshot_folder: Path | None = None,
     exchange: RankExchange | None = None,
     restart: RestartPhases | None = None,
 ) -> TrainingHooks:
@@ -130,7 +130,7 @@ def build_hooks(
 
     Args:
         started: ``time.monotonic()`` when the run started.
-        memory: this node's folder of snapshots in memory; None: none are taken.
+        snapshot_folder: this node's folder of snapshots in memory; None: none are taken.
         exchange: for the snapshots; None without them.
         restart: the phases of the restart that started this attempt.
     """
@@ -195,9 +195,9 @@ def build_hooks(
         best=best,
     )
     hooks.add(checkpoints)
-    if memory is not None and exchange is not None:
+    if snapshot_folder is not None and exchange is not None:
         on_blocked = (lambda seconds: None) if goodput is None else goodput.on_save_blocked
-        hooks.add(MemorySnapshots(writer, memory, exchange, on_blocked=on_blocked))
+        hooks.add(MemorySnapshots(writer, snapshot_folder, exchange, on_blocked=on_blocked))
     if uploads is not None:
         hooks.add(uploads)  # after the hook that saves, so that the last checkpoint is uploaded too
     status = _add_progress_hooks(training, hooks, goodput) if goodput is not None else None

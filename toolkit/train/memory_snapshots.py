@@ -1,9 +1,9 @@
 """Snapshots of the state in memory: ``checkpoint.memory_every``.
 
-They are checkpoints in folders on tmpfs (``rundir/memory.py``), written in the background
+They are checkpoints in folders on tmpfs (``rundir/snapshot_folder.py``), written in the background
 (``train/snapshot_store.py``), with a copy of each file on another node if there are several. A restart
 continues from the newest sound one if it is newer than the newest checkpoint (``train/snapshot_restore.py``).
-They change nothing of the run's checkpoints on disk.
+They do not affect the run's checkpoints on disk.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ log = logging.getLogger(__name__)
 class MemorySnapshots(Hook):
     """Take a snapshot every ``checkpoint.memory_every`` steps.
 
-    They end, with a warning, if the file system of a node has no room for two of them or if one cannot be
-    written; the ranks agree on that before each snapshot. A state that is not finite is not kept. On several
-    nodes a snapshot is left out while the one before is still being copied; on one node it waits.
+    If a node has no room for them, or if one cannot be written, a warning is logged and no more are taken;
+    the ranks agree on that before each snapshot. No snapshot is taken of a state that is not finite. On
+    several nodes a snapshot is skipped while the previous one is still being copied; on one node training
+    waits.
 
     Args:
         folder: this node's, on tmpfs.
@@ -67,7 +68,7 @@ class MemorySnapshots(Hook):
             self._on_blocked(time.monotonic() - start)
 
     def on_rollback(self, path: Path) -> None:
-        """Remove the snapshots, which are of steps that the run goes back behind."""
+        """Remove the snapshots, which were taken after the checkpoint to which the run goes back."""
         self._wait()
         # Another rank of this node may still write to the folder.
         self._context.all_reduce_flags([0])
@@ -118,8 +119,8 @@ class MemorySnapshots(Hook):
         return None
 
     def _find_lack_of_room(self, shards: Sequence[Shard]) -> str | None:
-        """Return why the snapshots of all ranks of this node, and the copies of another's, do not fit, or
-        None.
+        """Return why the snapshots of this node's ranks, and its copies of another node's, do not fit; None
+        if they fit.
         """
         own = sum(box.numel * shard.data.element_size() for shard in shards for box in boxes_to_write(shard))
         exchange, folder = self._exchange, self._store.folder

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CHUNK_BYTES = 16 * 2**20  # sent at once; a rank that sends and receives has two such buffers
-LINK_SHARE = 0.5  # of the time in which a copy in the background may send
+BACKGROUND_SEND_SHARE = 0.5  # share of the time in which a background copy may use the network
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RankExchange:
     Rank arithmetic: rank = node * ranks_per_node + local rank.
 
     Attributes:
-        group: None for a single rank.
+        group: the gloo process group; None for a single rank.
     """
 
     rank: int
@@ -135,7 +135,7 @@ class RankExchange:
 def _open_files(
     files: ExitStack, outgoing: FilePart | None, incoming: FilePart | None
 ) -> tuple[Any, Any, OSError | None]:
-    """Open both files; return None for one that there is not, or that cannot be opened."""
+    """Open both files. None replaces a file that is not wanted or cannot be opened."""
     source = target = error = None
     try:
         if outgoing is not None:
@@ -154,6 +154,6 @@ def open_exchange(rank: int, ranks: int, ranks_per_node: int) -> RankExchange:
     return RankExchange(rank, ranks, ranks_per_node, group)
 
 
-def node_values(values: Sequence[T], ranks_per_node: int) -> list[Sequence[T]]:
-    """Return values of ranks, in their order, as those of each node."""
+def group_by_node(values: Sequence[T], ranks_per_node: int) -> list[Sequence[T]]:
+    """Group the values of all ranks, in the order of ranks, by node."""
     return [values[first : first + ranks_per_node] for first in range(0, len(values), ranks_per_node)]

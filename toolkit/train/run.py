@@ -54,7 +54,7 @@ def run(
     data: str | None = None,
     launcher: str | None = None,
     seconds_left: Callable[[], float | None] = lambda: None,
-    memory: Path | None = None,
+    snapshot_folder: Path | None = None,
     restart: RestartPhases | None = None,
 ) -> ExitCode:
     """Train on this rank. With several ranks the process group is initialized before.
@@ -67,8 +67,8 @@ def run(
         launcher: name of what started the ranks, for the record.
         seconds_left: returns the time until this rank is killed after it was asked to stop; None if it was
             not asked, or will not be killed.
-        memory: this node's folder of snapshots in memory, from which this attempt may continue and to which
-            it writes. None: this node has none, and then none are used on any node.
+        snapshot_folder: this node's folder of snapshots in memory, which this attempt may continue from and
+            writes to. None: this node has none, and then none are used on any node.
         restart: the phases of the restart that started this attempt, for the record.
 
     Returns:
@@ -88,10 +88,10 @@ def run(
         store = open_checkpoint_store(plan, directory, rank, attempt)
         stored = store.newest if store is not None else None
         exchange = snapshot = None
-        if plan.config.checkpoint.memory_every and not all_reduce_flags([memory is None])[0]:
-            assert memory is not None
+        if plan.config.checkpoint.memory_every and not all_reduce_flags([snapshot_folder is None])[0]:
+            assert snapshot_folder is not None
             exchange = open_exchange(rank, plan.world.ranks, plan.world.ranks_per_node)
-            snapshot = find_snapshot(plan, directory, memory, exchange, stored)
+            snapshot = find_snapshot(plan, directory, snapshot_folder, exchange, stored)
         resume_point = find_resume_point(plan, directory, stored, snapshot)
         user_task = build_user_task(plan.config)
         plan = describe_task(replace(plan, batch=resume_point.batch), user_task)
@@ -144,7 +144,9 @@ def run(
             rollbacks,
             store,
         )
-        hooks = build_hooks(training, started, memory=memory, exchange=exchange, restart=restart)
+        hooks = build_hooks(
+            training, started, snapshot_folder=snapshot_folder, exchange=exchange, restart=restart
+        )
         restore_hooks(resume_point, hooks.all, rank=rank)
         outcome = fit(training, hooks)
         set_exit_code(outcome.code)

@@ -13,12 +13,12 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSnapshot:
-    """A snapshot as one node, or one of its ranks, found it.
+    """A snapshot in the folder of a node, as one rank or the whole node has verified it.
 
     Attributes:
         digest: hash of its manifest, which is equal on all nodes.
         needed: the files that the manifest names.
-        intact: those of them that are here, and in which this rank found no damage.
+        intact: those of them that are in this folder, and in which no damage was found.
         damage: a sentence for each damaged file.
         skipped: the ranges of positions that the run had skipped when the snapshot was taken.
     """
@@ -37,14 +37,15 @@ class FoundSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """What the run's files record, which limits the snapshots that may be used.
+    """The progress that the run's files record. It limits which snapshots may be used.
 
     Attributes:
         saved: step of the newest checkpoint; -1: there is none.
-        last_row: step of the last row of metrics. Rows are written before a snapshot is complete, so a later
-            snapshot is of steps that the run does not have any more: a node that was away may still have it.
-        skipped: the ranges of positions that rollbacks skip. A snapshot that has not skipped them is of steps
-            that the run went back behind.
+        last_row: step of the last row of metrics. The rows up to a snapshot are written before it, so a
+            snapshot of a later step is obsolete: the run has since gone back, and a node that was not part of
+            it at that time still has the snapshot.
+        skipped: the ranges of positions that rollbacks skip. A snapshot that has not skipped them was taken
+            before the rollback, and is obsolete.
     """
 
     saved: int
@@ -54,11 +55,13 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotChoice:
-    """
+    """The snapshot to continue from, and why newer ones were rejected.
+
     Attributes:
         chosen: one of the nodes' descriptions of the snapshot; None: the checkpoint on disk is used.
         files: the intact files of the chosen snapshot on each node.
-        rejected: the step of each newer snapshot that cannot be used, and the rest of a sentence about it.
+        rejected: the step of each newer snapshot that cannot be used, and the reason, which completes the
+            sentence "the snapshot of step N ...".
     """
 
     chosen: FoundSnapshot | None
@@ -66,8 +69,12 @@ class SnapshotChoice:
     rejected: tuple[tuple[int, str], ...] = ()
 
 
-def merge_ranks(found: Sequence[Sequence[FoundSnapshot]]) -> list[FoundSnapshot]:
-    """Return the snapshots of one node, whose ranks have each verified a part of the files."""
+def merge_rank_findings(found: Sequence[Sequence[FoundSnapshot]]) -> list[FoundSnapshot]:
+    """Combine what the ranks of one node found; each of them has verified a share of every file.
+
+    Args:
+        found: the findings of each rank.
+    """
     by_key: dict[tuple[int, str], list[FoundSnapshot]] = {}
     for of_rank in found:
         for snapshot in of_rank:
@@ -89,7 +96,7 @@ def merge_ranks(found: Sequence[Sequence[FoundSnapshot]]) -> list[FoundSnapshot]
 
 
 def choose_snapshot(nodes: Sequence[Sequence[FoundSnapshot]], progress: RunProgress) -> SnapshotChoice:
-    """Choose the newest snapshot whose files are all intact on some node, and that the run may continue from.
+    """Choose the newest snapshot that belongs to the run and of which every file is intact on some node.
 
     Args:
         nodes: the snapshots of each node.
@@ -132,7 +139,8 @@ class Transfer:
 def plan_transfers(
     files: Sequence[Collection[str]], wanted: Sequence[Collection[str]]
 ) -> tuple[Transfer, ...]:
-    """Return how the nodes get the files that they want and lack. Nodes that have a file share the sending.
+    """Return the transfers that bring each node the files that it wants and does not have. If several nodes
+    have a file, the one that has sent the fewest files so far sends it.
 
     Args:
         files, wanted: of each node. Every wanted file is on some node.

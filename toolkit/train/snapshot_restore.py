@@ -1,8 +1,9 @@
-"""Find the snapshot in memory from which a restart continues, and bring its files to the nodes that need it.
+"""Find the snapshot in memory from which a restart continues, and send its files to the nodes that need them.
 
-A node that was replaced has none of its files; the partner's copies replace them. Files are sent after the
-engine was built, because only the engine's layout, which may be another one than before, determines which
-files a node reads: the engine loads once from a reader that records the files, and then from the files.
+A node that was replaced has no files, and receives the copies that its partner has kept. Which files a node
+reads depends on the layout of the engine, which may differ from that of the snapshot. So the engine is built
+first, and loads twice: from a reader that only records which files it would read, and, once these files have
+been sent, from the files.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from toolkit.plan.types import RunPlan
 from toolkit.progress import report_progress
 from toolkit.rows import last_row
 from toolkit.rundir.directory import RunDirectory
-from toolkit.train.rank_exchange import FilePart, RankExchange, node_values
+from toolkit.train.rank_exchange import FilePart, RankExchange, group_by_node
 from toolkit.train.rollback import read_rollbacks
 from toolkit.train.snapshot_choice import (
     FoundSnapshot,
     RunProgress,
     choose_snapshot,
-    merge_ranks,
+    merge_rank_findings,
     plan_transfers,
 )
 from toolkit.train.state import DATA_STATE
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class SnapshotLost(RuntimeError):
-    """The files of a snapshot could not be brought to a node. It is removed, and a restart uses the disk."""
+    """A file of a snapshot could not be sent to a node. The snapshot is removed; a restart uses the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Snapshot:
     """The snapshot that a run continues from.
 
     Attributes:
-        folder: on this node; it has the manifest, and not necessarily all files.
+        folder: on this node. It contains the manifest, but not necessarily all files.
         files: the intact files on each node.
     """
 
@@ -68,7 +69,7 @@ class Snapshot:
         return source_from_manifest(self.folder, self.manifest, plan.shape).reader()
 
     def fetch(self, load: Callable[[StateReader], None]) -> None:
-        """Bring every file that ``load`` reads to this node. Collective.
+        """Receive every file that ``load`` reads and that this node does not have. Collective.
 
         Args:
             load: loads the state from a reader; it is called with one that leaves the tensors as they are.
@@ -84,7 +85,7 @@ class Snapshot:
         exchange, error = self.exchange, None
         wanted = [
             frozenset[str]().union(*of_node)
-            for of_node in node_values(exchange.gather(recorder.files), exchange.ranks_per_node)
+            for of_node in group_by_node(exchange.gather(recorder.files), exchange.ranks_per_node)
         ]
         sizes = {record.file: record.bytes for record in self.manifest.files}
         for number, transfer in enumerate(plan_transfers(self.files, wanted)):
@@ -93,7 +94,7 @@ class Snapshot:
                 node * exchange.ranks_per_node + local for node in (transfer.source, transfer.target)
             )
             file, size = self.folder / transfer.file, sizes[transfer.file]
-            report_progress(f"bringing {transfer.file} of a snapshot to node {transfer.target}")
+            report_progress(f"sending {transfer.file} of a snapshot to node {transfer.target}")
             try:
                 if exchange.rank == source:
                     exchange.transfer(FilePart(file, size, target), None)
@@ -131,7 +132,7 @@ class _FileRecorder:
 
 
 def find_snapshot(
-    plan: RunPlan, directory: RunDirectory, memory: Path, exchange: RankExchange, stored: Location | None
+    plan: RunPlan, directory: RunDirectory, root: Path, exchange: RankExchange, stored: Location | None
 ) -> Snapshot | None:
     """Return the newest sound snapshot that is newer than the newest checkpoint; None if there is none.
     Collective.
@@ -140,14 +141,14 @@ def find_snapshot(
     logged.
 
     Args:
-        memory: the folder of this node.
+        root: this node's folder for snapshots.
         stored: a checkpoint in the run's store that is later than those in its directory, if there is one.
     """
     if plan.config.resume != "auto":
         return None
     newest = stored or newest_checkpoint(directory.checkpoints)
     saved = -1 if newest is None else step_of(newest)
-    found = {} if saved is None else _find_own(memory, saved, exchange)
+    found = {} if saved is None else _find_own(root, saved, exchange)
     row = last_row(directory.metrics_file)
     progress = RunProgress(
         saved=-1 if saved is None else saved,
@@ -156,22 +157,23 @@ def find_snapshot(
     )
     everyone = exchange.gather((list(found), progress))
     nodes = [
-        merge_ranks(of_node) for of_node in node_values([own for own, _ in everyone], exchange.ranks_per_node)
+        merge_rank_findings(of_node)
+        for of_node in group_by_node([own for own, _ in everyone], exchange.ranks_per_node)
     ]
     choice = choose_snapshot(nodes, everyone[0][1])  # all ranks take what rank 0 sees of the run
     if exchange.rank == 0:
         for step, why in choice.rejected:
-            log.warning("the snapshot %s %s", memory / step_name(step), why)
+            log.warning("the snapshot %s %s", root / step_name(step), why)
     if choice.chosen is None:
         return None
     loaded = {snapshot.key: own for snapshot, own in found.items()}.get(choice.chosen.key)
-    return _share_manifest(memory, choice.chosen.key, choice.files, nodes, loaded, exchange)
+    return _share_manifest(root, choice.chosen.key, choice.files, nodes, loaded, exchange)
 
 
-def _find_own(memory: Path, saved: int, exchange: RankExchange) -> dict[FoundSnapshot, Manifest]:
-    """Return the snapshots in ``memory`` that are newer than step ``saved``, with this rank's findings."""
+def _find_own(root: Path, saved: int, exchange: RankExchange) -> dict[FoundSnapshot, Manifest]:
+    """Return the snapshots in ``root`` that are newer than step ``saved``, with this rank's findings."""
     found = {}
-    for step, folder in committed_checkpoints(memory).items():
+    for step, folder in committed_checkpoints(root).items():
         if step <= saved:
             continue
         try:
@@ -195,8 +197,11 @@ def _find_own(memory: Path, saved: int, exchange: RankExchange) -> dict[FoundSna
 
 
 def _verify_files(folder: Path, loaded: Manifest, exchange: RankExchange) -> tuple[set[str], list[str]]:
-    """Return the files of the snapshot that are here and have no damage in this rank's share of the pieces,
-    and what is wrong with the others."""
+    """Verify this rank's share of the pieces of each file in ``folder``.
+
+    Returns:
+        The files without damage, and a sentence about each damaged one.
+    """
     intact, damage = set(), []
     for record in loaded.files:
         if not (folder / record.file).exists():
@@ -213,7 +218,7 @@ def _verify_files(folder: Path, loaded: Manifest, exchange: RankExchange) -> tup
 
 
 def _share_manifest(
-    memory: Path,
+    root: Path,
     key: tuple[int, str],
     files: tuple[frozenset[str], ...],
     nodes: Sequence[Sequence[FoundSnapshot]],
@@ -221,7 +226,7 @@ def _share_manifest(
     exchange: RankExchange,
 ) -> Snapshot:
     """Write the manifest to the folder of each node that lacks it. Collective."""
-    folder = memory / step_name(key[0])
+    folder = root / step_name(key[0])
     have = [any(snapshot.key == key for snapshot in found) for found in nodes]
     if not all(have):
         source = have.index(True) * exchange.ranks_per_node

@@ -1,20 +1,23 @@
 """Write snapshots of the state to the memory of the nodes, with a copy of each file on a partner node.
 
-Every node has a folder on tmpfs of its own (``rundir/memory.py``). A snapshot is a checkpoint whose files are
-spread over the nodes; each node has those of its ranks and those of the node before it in a ring:
+Every node has its own folder on tmpfs (``rundir/snapshot_folder.py``). A snapshot is a checkpoint whose files
+are spread over the nodes: each node has the files of its own ranks, and copies of those of the node before it
+in a ring:
 
     node 0: step-00000120/ manifest.json, part-00000.safetensors and a copy of part-00002.safetensors
     node 1: step-00000120/ manifest.json, part-00001.safetensors and a copy of part-00000.safetensors
     node 2: step-00000120/ manifest.json, part-00002.safetensors and a copy of part-00001.safetensors
 
-with one rank a node. So any node may be lost, or several that are not neighbours. The sequence in the
-background, of all ranks:
+with one rank on each node. So no file is lost with a node, or with several nodes that are not neighbours in
+the ring. All ranks carry out this sequence in the background:
 
-    write the own file; exchange the list of pieces; send the own file to the partner, receive another one;
-    agree; write the manifest, which is equal on all nodes, and rename the folder to its name; agree; remove
-    older snapshots
+    1. write the rank's own file, and exchange the lists of pieces
+    2. send the file to the partner node, and receive that of the node before
+    3. write the manifest, which is equal on all nodes, and rename the folder to its final name
+    4. remove older snapshots
 
-So a crash at any time leaves the older snapshot, the newer one, or both, complete.
+No rank begins a step before all ranks have completed the step before it. So a crash at any time leaves the
+older snapshot, the newer one, or both, complete.
 """
 
 from __future__ import annotations
@@ -35,14 +38,14 @@ from toolkit.checkpoint.online.writing import HostSnapshot, WriteItem, items_to_
 from toolkit.checkpoint.planner import find_coverage_errors
 from toolkit.checkpoint.shard import Shard
 from toolkit.files import write_whole
-from toolkit.train.rank_exchange import LINK_SHARE, FilePart, RankExchange
+from toolkit.train.rank_exchange import BACKGROUND_SEND_SHARE, FilePart, RankExchange
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a rank has written, and on rank 0 what is recorded beside the tensors."""
+    """What a rank has written, and on rank 0 the other contents of the manifest."""
 
     record: FileRecord | None
     pieces: Sequence[TensorPiece]
@@ -161,7 +164,7 @@ class SnapshotStore:
         exchange.transfer(
             None if own is None else FilePart(temporary / own.file, own.bytes, exchange.next_rank),
             None if other is None else FilePart(temporary / other.file, other.bytes, exchange.previous_rank),
-            LINK_SHARE,
+            BACKGROUND_SEND_SHARE,
         )
 
     def _commit(self, save: _Save, temporary: Path, parts: Sequence[_Part]) -> None:
@@ -180,7 +183,7 @@ class SnapshotStore:
         assert not wrong, f"inconsistent: {wrong[0]}"
         write_whole(temporary / manifest.NAME, manifest.encode(written), durable=False)
         target = self.folder / checkpoint_folder.step_name(save.step)
-        if target.exists():  # of an earlier pass over this step
+        if target.exists():  # from an earlier attempt, or from before a rollback
             target.rename(self.folder / f"{checkpoint_folder.REMOVED}{save.name}")
         temporary.rename(target)
 

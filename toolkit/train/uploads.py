@@ -106,8 +106,8 @@ class CheckpointUploads(Hook):
     Args:
         alert: Takes an alert if uploads are delayed.
         seconds_left: As in :func:`toolkit.train.run.run`.
-        only_sound: Leave out checkpoints that are not sound. A rollback goes back behind them, and the store
-            must not name a state that the run has given up.
+        only_sound: Leave out checkpoints that are not sound. A rollback goes back to a step before them, and
+            the store must not name a state that the run has given up.
     """
 
     def __init__(

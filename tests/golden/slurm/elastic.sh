@@ -38,7 +38,7 @@ export PET_LOCAL_ADDR=${own%% *} PET_RDZV_CONF=is_host=0,keep_alive_interval=2,l
 code=$?
 trap "" TERM INT HUP USR1 USR2
 # Requeue the job if nothing else can. Then srun, which would print this output, has gone too.
-"$1" -m toolkit.cluster.lost_batch_node "$0" >> "$output" 2>&1
+"$1" -m toolkit.cluster.requeue_after_node_loss "$0" >> "$output" 2>&1
 exit "$code"'
 task=(bash -c "$node" "$endpoint" "$addresses" "$folder/output.txt" "$python" -u
   -m torch.distributed.run --nnodes=2:4 --nproc-per-node=8

@@ -9,9 +9,9 @@ runs ``toolkit.cluster.pod``, whose exit code is derived from status.json; the r
     75       restarts it without counting: it was stopped, or failed with a newer checkpoint
     others   restart it, at most ``cluster.restarts`` times; a lost or evicted pod is not counted
 
-With ``cluster.min_nodes`` a pod whose node is lost is replaced alone, while the others go on; the whole
-JobSet restarts only if the run itself ends, or its rendezvous, which has a small pod of its own (Kubernetes
-1.31 or newer, for ``successPolicy``).
+With ``cluster.min_nodes`` Kubernetes replaces only the pod whose node is lost, while the others continue. The
+whole JobSet restarts only if the run itself ends, or the rendezvous, which runs in a separate small pod.
+Requires Kubernetes 1.31 or newer, for ``successPolicy``.
 
 ``kubectl`` applies the objects in its current context. Sources of the fields: the CRD of
 kubernetes-sigs/jobset, kubernetes.io (Job, "Pod failure policy"), kueue.sigs.k8s.io ("Run A JobSet").

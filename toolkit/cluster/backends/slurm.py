@@ -11,9 +11,9 @@ exit codes are not specific enough. submitit could write such scripts too, but i
 function per task and has its own signal handler; the ranks already handle both, and the frozen file is
 readable.
 
-A job with ``cluster.min_nodes`` goes on without a node that it loses (``--no-kill``). Its script serves the
+A job with ``cluster.min_nodes`` continues without a node that it loses (``--no-kill``). Its script serves the
 rendezvous of torchrun's agents, so only the loss of the script's own node, the first one, ends the run. Slurm
-then keeps the job without its script; the agents of the other nodes requeue it (cluster/lost_batch_node.py).
+then keeps the job without its script, and the other nodes requeue it (cluster/requeue_after_node_loss.py).
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ export PET_LOCAL_ADDR=${{own%% *}} PET_RDZV_CONF=is_host=0,{times}
 code=$?
 trap "" TERM INT HUP USR1 USR2
 # Requeue the job if nothing else can. Then srun, which would print this output, has gone too.
-"$1" -m toolkit.cluster.lost_batch_node "$0" >> "$output" 2>&1
+"$1" -m toolkit.cluster.requeue_after_node_loss "$0" >> "$output" 2>&1
 exit "$code"'
 task=(bash -c "$node" "$endpoint" "$addresses" "$folder/{output}" "$python" -u\
 """

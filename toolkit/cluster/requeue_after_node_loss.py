@@ -1,10 +1,11 @@
 """Requeue an elastic job of Slurm that has lost the node of its batch script.
 
-    python -m toolkit.cluster.lost_batch_node HOST:PORT      on each node, after its agent has ended
+    python -m toolkit.cluster.requeue_after_node_loss HOST:PORT      on each node, after its agent has ended
 
-With ``--no-kill`` Slurm keeps such a job: it removes the node, and the job stays allocated until its time
-limit, without a script that could requeue it (slurmctld, ``kill_running_job_by_node_name``). The agents of
-the other nodes end when the rendezvous of the script no longer answers, and then run this.
+With ``--no-kill`` Slurm removes the node from the job and keeps the job until its time limit, but the script
+that would requeue it was lost with the node (slurmctld, ``kill_running_job_by_node_name``). The agents of the
+other nodes end when the rendezvous, which the script served, no longer answers. Then each node runs this
+module.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ WAIT_SECONDS = 1800.0
 POLL_SECONDS = 10.0
 
 
-class BatchNode(StrEnum):
-    """What Slurm knows of the node that runs a job's script."""
+class BatchNodeState(StrEnum):
+    """State of the node that runs a job's batch script, as far as Slurm knows it."""
 
     KEPT = "kept"  # or not yet known to be lost
     LOST = "lost"
     ENDED = "ended"  # the job itself does not run any more
 
 
-def read_batch_node(description: str, hostnames: Callable[[str], Sequence[str]]) -> BatchNode:
-    """Return whether a job still has the node of its script.
+def parse_batch_node_state(description: str, hostnames: Callable[[str], Sequence[str]]) -> BatchNodeState:
+    """Parse whether a job still has the node of its batch script.
 
     Args:
         description: the output of ``scontrol --oneliner show job``.
@@ -41,13 +42,15 @@ def read_batch_node(description: str, hostnames: Callable[[str], Sequence[str]])
     """
     fields = dict(word.partition("=")[::2] for word in description.split())
     if fields.get("JobState") != "RUNNING":
-        return BatchNode.ENDED
-    return BatchNode.KEPT if fields["BatchHost"] in hostnames(fields["NodeList"]) else BatchNode.LOST
+        return BatchNodeState.ENDED
+    return (
+        BatchNodeState.KEPT if fields["BatchHost"] in hostnames(fields["NodeList"]) else BatchNodeState.LOST
+    )
 
 
-def wait_for_loss(job: str) -> bool:
-    """Wait until Slurm has removed the node of the job's script; return False if the job ends instead, or if
-    Slurm keeps the node.
+def wait_until_removed(job: str) -> bool:
+    """Wait until Slurm has removed the node of the job's batch script. Return False if the job ends instead,
+    or if Slurm still has the node after ``WAIT_SECONDS``.
     """
 
     def hostnames(nodes: str) -> list[str]:
@@ -55,10 +58,10 @@ def wait_for_loss(job: str) -> bool:
 
     until = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < until:
-        match read_batch_node(scontrol("--oneliner", "show", "job", job).stdout, hostnames):
-            case BatchNode.LOST:
+        match parse_batch_node_state(scontrol("--oneliner", "show", "job", job).stdout, hostnames):
+            case BatchNodeState.LOST:
                 return True
-            case BatchNode.ENDED:
+            case BatchNodeState.ENDED:
                 return False
         time.sleep(POLL_SECONDS)
     return False
@@ -67,12 +70,12 @@ def wait_for_loss(job: str) -> bool:
 def main(arguments: Sequence[str]) -> int:
     (endpoint,) = arguments
     job = os.environ["SLURM_JOB_ID"]
-    if is_open(endpoint, job) is not None or not wait_for_loss(job):
+    if is_open(endpoint, job) is not None or not wait_until_removed(job):
         return 0
     result = scontrol("requeue", job)
     if result.returncode == 0:
         print(f"job {job} lost the node of its script and was requeued", flush=True)
-    elif not wait_for_loss(job):
+    elif not wait_until_removed(job):
         return 0  # another node requeued it
     else:  # cluster.slurm.requeue=false: free its nodes
         print(f"job {job} lost the node of its script and is cancelled: {result.stderr.strip()}", flush=True)

@@ -1,6 +1,6 @@
 """The cable of the fault campaign that delays and loses frames, between two simulated machines.
 
-pytest tests/campaign/test_wire.py        needs Linux, root and /dev/net/tun
+pytest tests/campaign/test_lossy_link.py        needs Linux, root and /dev/net/tun
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.processes import why_no_wired_nodes
-from benchmarks.faults.wire import Wire, replaced_cable
+from benchmarks.faults.lossy_link import LossyLink, replace_with_lossy_link
+from benchmarks.faults.processes import why_no_lossy_link_between_nodes
 from tests.cluster.simulated_nodes import TwoNodes, two_nodes
 
-pytestmark = pytest.mark.skipif(why_no_wired_nodes() is not None, reason=str(why_no_wired_nodes()))
+pytestmark = pytest.mark.skipif(
+    why_no_lossy_link_between_nodes() is not None, reason=str(why_no_lossy_link_between_nodes())
+)
 WARM_UP, ECHOES = 20, 25
 # Sends datagrams one by one, and prints the shortest round trip in seconds and how many came back.
 CLIENT = f"""
@@ -45,17 +47,17 @@ while True:
 
 
 @pytest.fixture(scope="module")
-def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TwoNodes, Wire]]:
-    folder = tmp_path_factory.mktemp("wired")
+def linked_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TwoNodes, LossyLink]]:
+    folder = tmp_path_factory.mktemp("linked-nodes")
     with (
         two_nodes(folder) as nodes,
-        replaced_cable(nodes, seed=1) as wire,
+        replace_with_lossy_link(nodes, seed=1) as link,
         nodes[1].start([sys.executable, "-c", SERVER], folder / "server.txt"),
     ):
         for _ in range(WARM_UP):  # the server starts, and addresses are resolved
             if echo(nodes, 0.3)[1] == ECHOES:
                 break
-        yield nodes, wire
+        yield nodes, link
 
 
 def echo(nodes: TwoNodes, timeout: float) -> tuple[float, int]:
@@ -65,37 +67,39 @@ def echo(nodes: TwoNodes, timeout: float) -> tuple[float, int]:
     return float(shortest), int(count)
 
 
-def test_wire_delivers_every_frame(wired: tuple[TwoNodes, Wire]) -> None:
-    nodes, _ = wired
+def test_link_delivers_every_frame(linked_nodes: tuple[TwoNodes, LossyLink]) -> None:
+    nodes, _ = linked_nodes
     shortest, count = echo(nodes, 5)
     assert count == ECHOES
     assert shortest < 0.1
 
 
 def test_delay_counts_in_each_direction(
-    wired: tuple[TwoNodes, Wire], monkeypatch: pytest.MonkeyPatch
+    linked_nodes: tuple[TwoNodes, LossyLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes, wire = wired
-    monkeypatch.setattr(wire, "delay_seconds", 0.06)
+    nodes, link = linked_nodes
+    monkeypatch.setattr(link, "delay_seconds", 0.06)
     shortest, count = echo(nodes, 5)
     assert count == ECHOES
     assert shortest >= 0.12
 
 
-def test_lossy_wire_loses_some_frames(wired: tuple[TwoNodes, Wire], monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes, wire = wired
-    monkeypatch.setattr(wire, "lost", 0.3)
+def test_lossy_link_loses_some_frames(
+    linked_nodes: tuple[TwoNodes, LossyLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, link = linked_nodes
+    monkeypatch.setattr(link, "lost", 0.3)
     assert 2 <= echo(nodes, 0.1)[1] <= 22, "half of the round trips are expected"
 
 
 @pytest.mark.parametrize("sender", [0, 1])
-def test_half_open_wire_delivers_in_one_direction(
-    sender: int, wired: tuple[TwoNodes, Wire], monkeypatch: pytest.MonkeyPatch
+def test_half_open_link_delivers_in_one_direction(
+    sender: int, linked_nodes: tuple[TwoNodes, LossyLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes, wire = wired
+    nodes, link = linked_nodes
     sent = [received(nodes, number) for number in range(2)]
     with monkeypatch.context() as context:
-        context.setattr(wire, "blocked", frozenset({sender}))
+        context.setattr(link, "blocked", frozenset({sender}))
         assert echo(nodes, 0.05)[1] == 0
     after = [received(nodes, number) for number in range(2)]
     assert after[1 - sender] == sent[1 - sender]
@@ -103,7 +107,7 @@ def test_half_open_wire_delivers_in_one_direction(
 
 
 def received(nodes: TwoNodes, number: int) -> int:
-    """The packets that a machine has received by the wire."""
+    """The packets that a machine has received over the link."""
     statistics = Path(f"/proc/{nodes[number].pid}/net/dev").read_text()
     (line,) = (line for line in statistics.splitlines() if "wire:" in line)
     return int(line.split(":")[1].split()[1])

@@ -1,6 +1,6 @@
 """When the folder for snapshots of a node is removed.
 
-pytest tests/cluster/test_node_memory.py
+pytest tests/cluster/test_agent_snapshot_folder.py
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster import node_memory as module
+from toolkit.cluster import agent_snapshot_folder as module
+from toolkit.cluster.agent_snapshot_folder import (
+    agent_restarts_after_error,
+    agent_restarts_after_stop,
+    agent_snapshot_folder,
+    launcher_restarts_ranks,
+)
 from toolkit.cluster.elastic_stop import StopDecision
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.node_memory import goes_on, goes_on_after_error, node_memory, restarts_ranks
 from toolkit.cluster.node_range import NodeRange
 from toolkit.cluster.rendezvous import PeerExited
 from toolkit.cluster.stop_request import ProcessHandle
 from toolkit.errors import ConfigError, ExitCode, Problem
-from toolkit.rundir.memory import open_node_folder
+from toolkit.rundir.snapshot_folder import open_agent_folder
 from toolkit.testing.tiny import tiny_plan
 
 TORCHRUN = Launch(
@@ -35,25 +40,29 @@ MISTAKE = ConfigError(Problem("key", "seen", "rule", "remedy"))
 
 
 def test_torchrun_with_restarts_or_a_range_of_nodes_restarts_ranks() -> None:
-    assert restarts_ranks(TORCHRUN)
-    assert restarts_ranks(ELASTIC)
-    assert restarts_ranks(replace(TORCHRUN, restart=3, restarts_left=0)), "its last attempt"
-    assert not restarts_ranks(replace(TORCHRUN, restart=0, restarts_left=0))
-    assert not restarts_ranks(replace(TORCHRUN, launcher=Launcher.DEEPSPEED))
+    assert launcher_restarts_ranks(TORCHRUN)
+    assert launcher_restarts_ranks(ELASTIC)
+    assert launcher_restarts_ranks(replace(TORCHRUN, restart=3, restarts_left=0)), "its last attempt"
+    assert not launcher_restarts_ranks(replace(TORCHRUN, restart=0, restarts_left=0))
+    assert not launcher_restarts_ranks(replace(TORCHRUN, launcher=Launcher.DEEPSPEED))
 
 
 def test_snapshots_are_kept_only_for_ranks_that_start_again() -> None:
     continues = StopDecision(continues=True, leaving=(0,), reason=None)
-    assert not goes_on(TORCHRUN, ExitCode.DONE, None)
-    assert not goes_on(TORCHRUN, ExitCode.STOPPED, None)
-    assert goes_on(ELASTIC, ExitCode.STOPPED, continues)
-    assert not goes_on(replace(ELASTIC, rank=0), ExitCode.STOPPED, continues), "this node leaves"
-    assert not goes_on(ELASTIC, ExitCode.STOPPED, StopDecision(continues=False, leaving=(), reason=None))
-    assert goes_on_after_error(TORCHRUN, RuntimeError())
-    assert goes_on_after_error(TORCHRUN, PeerExited(ExitCode.FAILURE))
-    assert not goes_on_after_error(replace(TORCHRUN, restarts_left=0), RuntimeError())
-    assert not goes_on_after_error(TORCHRUN, MISTAKE)
-    assert not goes_on_after_error(TORCHRUN, PeerExited(ExitCode.USER))
+    assert not agent_restarts_after_stop(TORCHRUN, ExitCode.DONE, None)
+    assert not agent_restarts_after_stop(TORCHRUN, ExitCode.STOPPED, None)
+    assert agent_restarts_after_stop(ELASTIC, ExitCode.STOPPED, continues)
+    assert not agent_restarts_after_stop(replace(ELASTIC, rank=0), ExitCode.STOPPED, continues), (
+        "this node leaves"
+    )
+    assert not agent_restarts_after_stop(
+        ELASTIC, ExitCode.STOPPED, StopDecision(continues=False, leaving=(), reason=None)
+    )
+    assert agent_restarts_after_error(TORCHRUN, RuntimeError())
+    assert agent_restarts_after_error(TORCHRUN, PeerExited(ExitCode.FAILURE))
+    assert not agent_restarts_after_error(replace(TORCHRUN, restarts_left=0), RuntimeError())
+    assert not agent_restarts_after_error(TORCHRUN, MISTAKE)
+    assert not agent_restarts_after_error(TORCHRUN, PeerExited(ExitCode.USER))
 
 
 @pytest.mark.parametrize(
@@ -65,13 +74,13 @@ def test_first_rank_of_a_node_removes_the_folder(
     error: Exception | None, local_rank: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        module, "open_node_folder", lambda run, pid, started: open_node_folder(run, pid, started, tmp_path)
+        module, "open_agent_folder", lambda run, pid, started: open_agent_folder(run, pid, started, tmp_path)
     )
     monkeypatch.setattr(module, "find_launchers", lambda launch: [ProcessHandle(7, "8")])
     plan, launch = tiny_plan(checkpoint__memory_every=2), replace(TORCHRUN, local_rank=local_rank)
     folder = None
     try:
-        with node_memory(plan, launch, lambda: (ExitCode.DONE, None)) as folder:
+        with agent_snapshot_folder(plan, launch, lambda: (ExitCode.DONE, None)) as folder:
             assert folder is not None
             (folder / "step-00000002").mkdir()
             if error is not None:

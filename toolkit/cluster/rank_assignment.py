@@ -1,4 +1,4 @@
-"""The order that makes a standby a rank, and its way through a unix socket.
+"""The message that turns a standby into a rank, and how messages are sent over a unix socket.
 
 A message is one packet: a word, and descriptors of which the first is a file in memory with JSON. The size of
 an environment is therefore not limited by that of a packet.
@@ -17,7 +17,7 @@ from toolkit.cluster.environment import Relay
 from toolkit.restart_phases import RestartPhases
 
 # between a standby and the owner of its pool
-READY, ORDER, TAKEN = b"ready", b"order", b"taken"
+READY, ASSIGN, TAKEN = b"ready", b"assign", b"taken"
 # also between the standby server and the processes of an agent: standby_server.py
 REFUSED, ENDED, REFILL = b"refused", b"ended", b"refill"
 WORD_BYTES = 16
@@ -25,13 +25,13 @@ MAX_DESCRIPTORS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOrder:
+class RankAssignment:
     """What a standby needs to become a rank.
 
     Attributes:
         environ: the environment with which the rank would have started as a new process.
         arguments: the arguments of the command.
-        relay: the process whose place the standby takes; its standard streams come with the order. None: the
+        relay: the process whose place the standby takes; its standard streams are sent with it. None: the
             standby is itself the process that the supervisor waits for.
         folder: the working directory; None: that of the standby.
         cores: the CPU cores that the rank may use; None: those of the standby.
@@ -49,9 +49,9 @@ class RankOrder:
         return asdict(self)
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> RankOrder:
+    def from_json(found: Mapping[str, Any]) -> RankAssignment:
         relay, restart = found["relay"], found["restart"]
-        return RankOrder(
+        return RankAssignment(
             environ=found["environ"],
             arguments=found["arguments"],
             relay=None if relay is None else Relay(**relay),

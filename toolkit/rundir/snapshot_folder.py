@@ -1,4 +1,4 @@
-"""The folder in memory in which the ranks of one node keep snapshots of the state.
+"""The folder on tmpfs in which the ranks of one node keep snapshots of the state.
 
     /dev/shm/dmt-UID-<hash of the run directory>-<random>/
         lock                 locked by the supervisor; its text is the run directory
@@ -38,7 +38,7 @@ UNLOCKED_SECONDS = 600.0  # how old a folder without a lock becomes before it co
 FOREIGN_SECONDS = 86400.0  # the same for a folder of an agent whose process cannot be seen from here
 
 
-class MemoryFolder:
+class SnapshotFolder:
     """A folder for snapshots, until :meth:`remove`.
 
     Args:
@@ -69,7 +69,7 @@ class MemoryFolder:
             os.close(lock)
 
 
-def open_node_folder(run_dir: Path, agent: int, agent_started: str, root: Path = SHARED_MEMORY) -> Path:
+def open_agent_folder(run_dir: Path, agent: int, agent_started: str, root: Path = SHARED_MEMORY) -> Path:
     """Return the folder for snapshots of a run on this node, which the first of its ranks makes.
 
     Args:
@@ -88,11 +88,11 @@ def open_node_folder(run_dir: Path, agent: int, agent_started: str, root: Path =
     return folder
 
 
-def remove_node_folder(folder: Path) -> None:
+def remove_agent_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_abandoned(root: Path = SHARED_MEMORY) -> list[Path]:
+def remove_abandoned_folders(root: Path = SHARED_MEMORY) -> list[Path]:
     """Remove this user's folders whose supervisor or agent has ended without their removal; return them."""
     removed = []
     for folder in root.glob(f"{_prefix()}*"):

@@ -1,6 +1,6 @@
-"""The length of a run in the units that people write: 10k steps, 10B tokens, 3 epochs, 3% of warm-up.
+"""The number of training steps, in the units that people write: 10k steps, 10B tokens, 3 epochs.
 
-pytest tests/plan/test_length.py
+pytest tests/plan/test_train_steps.py
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_tokens_between_two_steps_are_refused_with_both_neighbours() -> None:
     assert make_plan(compose([*BASE, "train.tokens=1001472"]), CPU).config.train.steps == 489
 
 
-def test_lengths_follow_the_batch_ramp() -> None:
+def test_train_steps_follow_the_batch_ramp() -> None:
     train = TrainConfig(global_batch=16, batch_ramp=BatchRampConfig(start=4, increment=4, samples=60))
     starts = [samples_after(train, step) for step in range(40)]
     assert starts[:6] == [0, 4, 8, 12, 16, 20]

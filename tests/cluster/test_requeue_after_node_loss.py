@@ -1,6 +1,6 @@
 """A job of Slurm that has lost the node of its script is requeued by another node.
 
-pytest tests/cluster/test_lost_batch_node.py
+pytest tests/cluster/test_requeue_after_node_loss.py
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster import lost_batch_node
-from toolkit.cluster.lost_batch_node import BatchNode, main, read_batch_node
+from toolkit.cluster import requeue_after_node_loss
+from toolkit.cluster.requeue_after_node_loss import BatchNodeState, main, parse_batch_node_state
 
 KEPT = "JobId=7 JobState=RUNNING NodeList=node[1-2] BatchHost=node1 NumNodes=2"
 LOST = "JobId=7 JobState=RUNNING NodeList=node2 BatchHost=node1 NumNodes=1"
@@ -20,11 +20,16 @@ PENDING = "JobId=7 JobState=PENDING NodeList= NumNodes=2"
 
 @pytest.mark.parametrize(
     ("description", "state"),
-    [(KEPT, BatchNode.KEPT), (LOST, BatchNode.LOST), (PENDING, BatchNode.ENDED), ("", BatchNode.ENDED)],
+    [
+        (KEPT, BatchNodeState.KEPT),
+        (LOST, BatchNodeState.LOST),
+        (PENDING, BatchNodeState.ENDED),
+        ("", BatchNodeState.ENDED),
+    ],
 )
-def test_state_of_the_batch_node(description: str, state: BatchNode) -> None:
+def test_state_of_the_batch_node(description: str, state: BatchNodeState) -> None:
     names = {"node[1-2]": ["node1", "node2"], "node2": ["node2"]}
-    assert read_batch_node(description, names.__getitem__) is state
+    assert parse_batch_node_state(description, names.__getitem__) is state
 
 
 Slurm = Callable[..., Callable[[], list[str]]]
@@ -52,8 +57,8 @@ esac""",
             (tmp_path / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         monkeypatch.setenv("SLURM_JOB_ID", "7")
-        monkeypatch.setattr(lost_batch_node, "POLL_SECONDS", 0.01)
-        monkeypatch.setattr(lost_batch_node, "is_open", lambda *_: None)
+        monkeypatch.setattr(requeue_after_node_loss, "POLL_SECONDS", 0.01)
+        monkeypatch.setattr(requeue_after_node_loss, "is_open", lambda *_: None)
         return lambda: calls.read_text().splitlines()
 
     return install
@@ -86,7 +91,7 @@ def test_job_that_ends_is_not_requeued(slurm: Slurm) -> None:
 def test_job_that_keeps_its_node_is_not_requeued(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the server has died: the script notices that all tasks have ended."""
     calls = slurm(*[KEPT] * 500)
-    monkeypatch.setattr(lost_batch_node, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(requeue_after_node_loss, "WAIT_SECONDS", 0.2)
     main(["node1:1"])
     assert calls() == []
 
@@ -96,6 +101,6 @@ def test_node_that_leaves_a_job_with_its_script_does_nothing(
     is_open: bool, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = slurm(LOST)
-    monkeypatch.setattr(lost_batch_node, "is_open", lambda *_: is_open)
+    monkeypatch.setattr(requeue_after_node_loss, "is_open", lambda *_: is_open)
     main(["node1:1"])
     assert calls() == []

@@ -1,6 +1,6 @@
 """The state that a run starts from.
 
-pytest tests/rundir/test_source.py
+pytest tests/rundir/test_start_state.py
 """
 
 from __future__ import annotations

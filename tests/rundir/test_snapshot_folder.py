@@ -1,6 +1,6 @@
 """The folder for snapshots in memory: who may use it, and when it is removed.
 
-pytest tests/rundir/test_memory.py
+pytest tests/rundir/test_snapshot_folder.py
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.rundir import memory as memory_module
-from toolkit.rundir.memory import MemoryFolder, open_node_folder, remove_abandoned
+from toolkit.rundir import snapshot_folder as snapshot_folder_module
+from toolkit.rundir.snapshot_folder import SnapshotFolder, open_agent_folder, remove_abandoned_folders
 
 
 def test_folder_is_private_and_found_by_nothing_but_its_name(tmp_path: Path) -> None:
-    first, second = MemoryFolder(tmp_path / "run", tmp_path), MemoryFolder(tmp_path / "run", tmp_path)
+    first, second = SnapshotFolder(tmp_path / "run", tmp_path), SnapshotFolder(tmp_path / "run", tmp_path)
     assert first.path != second.path
     assert first.path.stat().st_mode & 0o777 == 0o700
     first.remove()
@@ -27,21 +27,21 @@ def test_folder_is_private_and_found_by_nothing_but_its_name(tmp_path: Path) -> 
 
 
 def test_newest_step_is_of_a_complete_snapshot(tmp_path: Path) -> None:
-    memory = MemoryFolder(tmp_path / "run", tmp_path)
-    assert memory.newest_step() is None
-    (memory.path / "step-00000004").mkdir()
-    (memory.path / "step-00000004" / "manifest.json").touch()
-    (memory.path / "step-00000006").mkdir()  # without a manifest
-    assert memory.newest_step() == 4
-    memory.remove()
+    folder = SnapshotFolder(tmp_path / "run", tmp_path)
+    assert folder.newest_step() is None
+    (folder.path / "step-00000004").mkdir()
+    (folder.path / "step-00000004" / "manifest.json").touch()
+    (folder.path / "step-00000006").mkdir()  # without a manifest
+    assert folder.newest_step() == 4
+    folder.remove()
 
 
 def test_next_start_removes_folders_of_killed_supervisors_only(tmp_path: Path) -> None:
     code = f"""
 import os
 from pathlib import Path
-from toolkit.rundir.memory import MemoryFolder
-print(MemoryFolder(Path("run"), Path({str(tmp_path)!r})).path, flush=True)
+from toolkit.rundir.snapshot_folder import SnapshotFolder
+print(SnapshotFolder(Path("run"), Path({str(tmp_path)!r})).path, flush=True)
 os.kill(os.getpid(), 9)
 """
     root = Path(__file__).resolve().parents[2]
@@ -49,15 +49,15 @@ os.kill(os.getpid(), 9)
     abandoned = Path(found.strip())
     assert abandoned.is_dir()
     (tmp_path / "dmt-other").mkdir()
-    alive = MemoryFolder(tmp_path / "other", tmp_path)
+    alive = SnapshotFolder(tmp_path / "other", tmp_path)
     unlocked = alive.path.with_name(f"{alive.path.name}-unlocked")
     unlocked.mkdir()
-    assert remove_abandoned(tmp_path) == [abandoned]
+    assert remove_abandoned_folders(tmp_path) == [abandoned]
     assert not abandoned.exists()
     assert alive.path.exists()
     assert unlocked.exists(), "it may be in the making"
     os.utime(unlocked, (0, 0))
-    assert remove_abandoned(tmp_path) == [unlocked]
+    assert remove_abandoned_folders(tmp_path) == [unlocked]
     assert (tmp_path / "dmt-other").exists()
     alive.remove()
 
@@ -68,42 +68,42 @@ def start_time(pid: int) -> str:
 
 def test_ranks_of_one_agent_find_the_same_private_folder_and_those_of_another_do_not(tmp_path: Path) -> None:
     run, pid = tmp_path / "run", os.getpid()
-    folder = open_node_folder(run, pid, "7", tmp_path)
+    folder = open_agent_folder(run, pid, "7", tmp_path)
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert open_node_folder(run, pid, "7", tmp_path) == folder
+    assert open_agent_folder(run, pid, "7", tmp_path) == folder
     others = {
-        open_node_folder(run, pid, "8", tmp_path),
-        open_node_folder(run, pid + 1, "7", tmp_path),
-        open_node_folder(tmp_path / "other", pid, "7", tmp_path),
+        open_agent_folder(run, pid, "8", tmp_path),
+        open_agent_folder(run, pid + 1, "7", tmp_path),
+        open_agent_folder(tmp_path / "other", pid, "7", tmp_path),
     }
     assert len(others | {folder}) == 4
 
 
 def test_folder_that_others_can_read_or_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    folder = open_node_folder(tmp_path / "run", 1, "7", tmp_path)
+    folder = open_agent_folder(tmp_path / "run", 1, "7", tmp_path)
     folder.chmod(0o755)
     with pytest.raises(PermissionError, match="not a private folder"):
-        open_node_folder(tmp_path / "run", 1, "7", tmp_path)
+        open_agent_folder(tmp_path / "run", 1, "7", tmp_path)
     folder.rmdir()
     (tmp_path / "private").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "private")
     with pytest.raises(PermissionError, match="not a private folder"):
-        open_node_folder(tmp_path / "run", 1, "7", tmp_path)
+        open_agent_folder(tmp_path / "run", 1, "7", tmp_path)
 
 
 def test_next_start_removes_folders_of_agents_that_have_ended_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    alive = open_node_folder(tmp_path / "run", agent.pid, start_time(agent.pid), tmp_path)
-    reused = open_node_folder(tmp_path / "run", agent.pid, "0", tmp_path)
+    alive = open_agent_folder(tmp_path / "run", agent.pid, start_time(agent.pid), tmp_path)
+    reused = open_agent_folder(tmp_path / "run", agent.pid, "0", tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(memory_module, "_pid_namespace", lambda: "1")
-        unknown = open_node_folder(tmp_path / "run", agent.pid, "0", tmp_path)
-    assert remove_abandoned(tmp_path) == [reused], "another process has the PID of its agent"
+        patched.setattr(snapshot_folder_module, "_pid_namespace", lambda: "1")
+        unknown = open_agent_folder(tmp_path / "run", agent.pid, "0", tmp_path)
+    assert remove_abandoned_folders(tmp_path) == [reused], "another process has the PID of its agent"
     agent.kill()
     agent.wait()
-    assert remove_abandoned(tmp_path) == [alive]
+    assert remove_abandoned_folders(tmp_path) == [alive]
     assert unknown.exists(), "its agent may live in another container"
     os.utime(unknown, (0, 0))
-    assert remove_abandoned(tmp_path) == [unknown]
+    assert remove_abandoned_folders(tmp_path) == [unknown]

@@ -1,4 +1,4 @@
-"""A cable between two simulated machines that delays or loses frames, in both directions or in one.
+"""A link between two simulated machines that delays or loses frames, in both directions or in one.
 
 Kernels of many test machines lack netem. Here each machine has a TAP device, and a thread moves the Ethernet
 frames between the two (https://docs.kernel.org/networking/tuntap.html), so every connection suffers, whatever
@@ -32,7 +32,7 @@ TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 CLONE_NEWNET = 0x40000000
 
 
-class Wire:
+class LossyLink:
     """Moves frames between two TAP devices until :meth:`close`.
 
     Attributes:
@@ -45,7 +45,7 @@ class Wire:
         self.delay_seconds, self.lost, self.blocked = 0.0, 0.0, frozenset[int]()
         self._taps, self._random = taps, random.Random(seed)
         self._wakes, self._wake = os.pipe()
-        self._thread = threading.Thread(target=self._move, name="wire")
+        self._thread = threading.Thread(target=self._move, name="lossy-link")
         self._thread.start()
 
     def _move(self) -> None:
@@ -80,17 +80,17 @@ class Wire:
 
 
 @contextmanager
-def replaced_cable(nodes: TwoNodes, seed: int) -> Iterator[Wire]:
-    """Replace the cable between two machines by a :class:`Wire`."""
+def replace_with_lossy_link(nodes: TwoNodes, seed: int) -> Iterator[LossyLink]:
+    """Replace the cable between two machines by a :class:`LossyLink`."""
     nodes[0].run("ip", "link", "delete", NAME)
-    wire = Wire((_open_tap(nodes[0]), _open_tap(nodes[1])), seed)
+    link = LossyLink((_open_tap(nodes[0]), _open_tap(nodes[1])), seed)
     try:
         for node in nodes:
             node.run("ip", "address", "add", f"{node.address}/24", "dev", NAME)
             node.run("ip", "link", "set", NAME, "up")
-        yield wire
+        yield link
     finally:
-        wire.close()
+        link.close()
 
 
 def _open_tap(node: Node) -> int:
@@ -126,6 +126,6 @@ def _open_tap(node: Node) -> int:
     return found[0]
 
 
-def why_no_wire() -> str | None:
+def why_no_lossy_link() -> str | None:
     """Return why the cable cannot be replaced here, apart from what the machines need; None: it can."""
     return None if os.access(TUN, os.R_OK | os.W_OK) else f"{TUN} cannot be opened"

@@ -1,6 +1,6 @@
 """Observe the ranks of a run from within, and carry out the faults that only a rank itself can cause.
 
-The runs of benchmarks/campaign.py use both classes. ``FAULT_WITNESS`` names a folder outside of the run's:
+The runs of benchmarks/campaign.py use both classes. ``FAULT_RECORDS`` names a folder outside of the run's:
 
     rank-N.jsonl     one row as each step begins (``samples``: their places in the order of the run) and one
                      as it ends, with the process and the wall clock; before the first step, one when the
@@ -27,7 +27,7 @@ import torch
 from toolkit import Hook, NextTokenTask
 from toolkit.hooks import CompletedStep
 
-FOLDER, PAUSE = "FAULT_WITNESS", "FAULT_STEP_SECONDS"
+FOLDER, PAUSE = "FAULT_RECORDS", "FAULT_STEP_SECONDS"
 HOLD = "hold"
 CLOCK_JUMP_SECONDS = 3600.0
 SLOW_SYNC_SECONDS = 0.5
@@ -89,7 +89,7 @@ def recording() -> Recording:
     return _recording
 
 
-class WitnessTask(NextTokenTask):
+class InstrumentedTask(NextTokenTask):
     """Predict the next token; record the samples of each step, and turn the loss into NaN if ordered.
 
     The task is built right after the process group.
@@ -114,7 +114,7 @@ class WitnessTask(NextTokenTask):
         return {**batch, "loss_weights": weights}
 
 
-class Witness(Hook):
+class InstrumentationHook(Hook):
     """Record the ends of steps, pause after each, and obey orders."""
 
     def on_start(self, step: int) -> None:

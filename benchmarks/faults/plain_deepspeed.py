@@ -1,4 +1,4 @@
-"""The same kills with a plain DeepSpeed script that ``torchrun --max-restarts`` restarts."""
+"""Kill ranks of a plain DeepSpeed script that ``torchrun --max-restarts`` restarts, for comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from benchmarks.faults.cases import BATCH, LAYOUTS, SAVE_EVERY, STEP_SECONDS, STEPS, Case
 from benchmarks.faults.processes import POLL_SECONDS, ROOT, kill_all, launch_command, start
-from benchmarks.faults.recovery import read_witness
+from benchmarks.faults.recovery import read_rank_records
 from toolkit.cluster.rank_processes import find_free_port
 
 SCRIPT = ROOT / "benchmarks" / "harness" / "restarting_baseline.py"
@@ -32,12 +32,12 @@ MODEL = {
 }
 
 
-def has_stock_side(case: Case) -> bool:
+def can_run_without_toolkit(case: Case) -> bool:
     """Return whether the case can be repeated without the toolkit: kills of ranks in a DeepSpeed layout."""
     return case.fault in KILLS and "-zero" in case.layout and case.layout.startswith("deepspeed")
 
 
-def run_stock(case: Case, folder: Path) -> dict[str, Any] | None:
+def run_without_toolkit(case: Case, folder: Path) -> dict[str, Any] | None:
     """Kill the same number of ranks at the same step; return the ``seconds`` to the next new step, or None as
     its value if the run did not recover. Returns None if the run had ended before the fault.
     """
@@ -60,7 +60,7 @@ def run_stock(case: Case, folder: Path) -> dict[str, Any] | None:
 
     def rows(after: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Return the steps of rank 0, or those that another process made after the steps of ``after``."""
-        found = list(read_witness(folder, 0))
+        found = list(read_rank_records(folder, 0))
         if after is None:
             return found
         reached = max(row["ended"] for row in found if row["pid"] == after["pid"])
