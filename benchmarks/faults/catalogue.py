@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.cases import LAUNCHERS, PARENT, STEPS
@@ -282,6 +283,9 @@ WATCHED = (f"monitor.hang_seconds={HANG_SECONDS}", "cluster.grace_seconds=5")
 RESTARTING = ("python", "torchrun")
 EITHER = (False, True)
 
+on_two_nodes = partial(FaultClass, launchers=("torchrun",), nodes=2, missing=why_no_nodes)
+on_lossy_link = partial(on_two_nodes, prepare=use_lossy_link, missing=why_no_lossy_link_between_nodes)
+
 FAULTS: Mapping[str, FaultClass] = {
     fault.name: fault
     for fault in (
@@ -336,54 +340,19 @@ FAULTS: Mapping[str, FaultClass] = {
             repair=free_port,
         ),
         FaultClass("store-failing", Expected.UNAFFECTED, nothing, at_start=True, prepare=read_from_store),
-        FaultClass(
-            "link-cut-short",
-            Expected.UNAFFECTED,
-            cut_link(LINK_SHORT_SECONDS),
-            ("torchrun",),
-            nodes=2,
-            missing=why_no_nodes,
+        on_two_nodes("link-cut-short", Expected.UNAFFECTED, cut_link(LINK_SHORT_SECONDS)),
+        on_two_nodes("link-cut-long", Expected.RESTARTED, cut_link(LINK_LONG_SECONDS), overrides=WATCHED),
+        on_lossy_link(
+            "link-slow", Expected.UNAFFECTED, spoil_link(LINK_BAD_SECONDS, delay_seconds=LINK_DELAY_SECONDS)
         ),
-        FaultClass(
-            "link-cut-long",
-            Expected.RESTARTED,
-            cut_link(LINK_LONG_SECONDS),
-            ("torchrun",),
-            nodes=2,
-            overrides=WATCHED,
-            missing=why_no_nodes,
-        ),
-        FaultClass(
-            "link-slow",
-            Expected.UNAFFECTED,
-            spoil_link(LINK_BAD_SECONDS, delay_seconds=LINK_DELAY_SECONDS),
-            ("torchrun",),
-            nodes=2,
-            prepare=use_lossy_link,
-            missing=why_no_lossy_link_between_nodes,
-        ),
-        FaultClass(
-            "link-lossy",
-            Expected.UNAFFECTED,
-            spoil_link(LINK_BAD_SECONDS, lost=LINK_LOST),
-            ("torchrun",),
-            nodes=2,
-            prepare=use_lossy_link,
-            missing=why_no_lossy_link_between_nodes,
-        ),
-        FaultClass(
+        on_lossy_link("link-lossy", Expected.UNAFFECTED, spoil_link(LINK_BAD_SECONDS, lost=LINK_LOST)),
+        on_lossy_link(
             "link-half-open",
             Expected.RESTARTED,
             spoil_link(LINK_LONG_SECONDS, half_open=True),
-            ("torchrun",),
-            nodes=2,
-            prepare=use_lossy_link,
             overrides=WATCHED,
-            missing=why_no_lossy_link_between_nodes,
         ),
-        FaultClass(
-            "node-rank-killed", Expected.RESTARTED, kill_rank, ("torchrun",), nodes=2, missing=why_no_nodes
-        ),
+        on_two_nodes("node-rank-killed", Expected.RESTARTED, kill_rank),
     )
 }
 

@@ -98,14 +98,15 @@ def table(result: Mapping[str, Any]) -> str:
             f"| {name} | {figures['expected']} | {figures['cases']} | {figures['violated']} | "
             f"{_seconds(figures)} | {figures['dominating_phase'] or '-'} |"
         )
-    lines += [
-        "",
-        f"Restarts after {', '.join(DEATHS)}:",
-        "",
-        "| Restarted by | Cases | Recovered | Fault to next new step, p50 / p95 | Dominated by |"
-        " Steps repeated |",
-        "|---|---|---|---|---|---|",
-    ]
+    if result["restarts"]:
+        lines += [
+            "",
+            f"Restarts after {', '.join(DEATHS)}:",
+            "",
+            "| Restarted by | Cases | Recovered | Fault to next new step, p50 / p95 | Dominated by |"
+            " Steps repeated |",
+            "|---|---|---|---|---|---|",
+        ]
     for name, figures in result["restarts"].items():
         most = figures.get("repeated_steps_max")
         lines.append(

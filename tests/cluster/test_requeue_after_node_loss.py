@@ -16,6 +16,7 @@ from toolkit.cluster.requeue_after_node_loss import BatchNodeState, main, parse_
 KEPT = "JobId=7 JobState=RUNNING NodeList=node[1-2] BatchHost=node1 NumNodes=2"
 LOST = "JobId=7 JobState=RUNNING NodeList=node2 BatchHost=node1 NumNodes=1"
 PENDING = "JobId=7 JobState=PENDING NodeList= NumNodes=2"
+NO_ANSWER = "slurm_load_jobs error: Unable to contact slurm controller"
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,10 @@ PENDING = "JobId=7 JobState=PENDING NodeList= NumNodes=2"
 def test_state_of_the_batch_node(description: str, state: BatchNodeState) -> None:
     names = {"node[1-2]": ["node1", "node2"], "node2": ["node2"]}
     assert parse_batch_node_state(description, names.__getitem__) is state
+
+
+def test_node_is_not_lost_if_the_names_of_the_nodes_are_unknown() -> None:
+    assert parse_batch_node_state(LOST, lambda nodes: []) is BatchNodeState.KEPT
 
 
 Slurm = Callable[..., Callable[[], list[str]]]
@@ -47,7 +52,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
             "scontrol": f"""case "$*" in
   *hostnames*1-2*) printf "node1\\nnode2\\n";;
   *hostnames*) echo node2;;
-  *show*) head -n 1 {tmp_path}/descriptions; sed -i 1d {tmp_path}/descriptions;;
+  *show*) line=$(head -n 1 {tmp_path}/descriptions); sed -i 1d {tmp_path}/descriptions
+    [ "$line" != "{NO_ANSWER}" ] || exit 1
+    echo "$line";;
   *) echo "scontrol $*" >> {calls}; exit {requeue};;
 esac""",
             "scancel": f'echo "scancel $*" >> {calls}',
@@ -66,6 +73,12 @@ esac""",
 
 def test_job_is_requeued_once_slurm_has_removed_the_node(slurm: Slurm) -> None:
     calls = slurm(KEPT, KEPT, LOST)
+    assert main(["node1:1"]) == 0
+    assert calls() == ["scontrol requeue 7"]
+
+
+def test_controller_that_does_not_answer_is_asked_again(slurm: Slurm) -> None:
+    calls = slurm(NO_ANSWER, KEPT, NO_ANSWER, LOST)
     assert main(["node1:1"]) == 0
     assert calls() == ["scontrol requeue 7"]
 

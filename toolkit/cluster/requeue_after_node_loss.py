@@ -38,33 +38,46 @@ def parse_batch_node_state(description: str, hostnames: Callable[[str], Sequence
 
     Args:
         description: the output of ``scontrol --oneliner show job``.
-        hostnames: expands a list of nodes, such as node[1-3].
+        hostnames: expands a list of nodes, such as node[1-3]; returns an empty list if it cannot.
     """
     fields = dict(word.partition("=")[::2] for word in description.split())
     if fields.get("JobState") != "RUNNING":
         return BatchNodeState.ENDED
-    return (
-        BatchNodeState.KEPT if fields["BatchHost"] in hostnames(fields["NodeList"]) else BatchNodeState.LOST
-    )
+    names = hostnames(fields["NodeList"])
+    lost = names and fields["BatchHost"] not in names
+    return BatchNodeState.LOST if lost else BatchNodeState.KEPT
 
 
 def wait_until_removed(job: str) -> bool:
     """Wait until Slurm has removed the node of the job's batch script. Return False if the job ends instead,
     or if Slurm still has the node after ``WAIT_SECONDS``.
+
+    A controller that does not answer is asked again: the lost node may be the one that it ran on.
     """
-
-    def hostnames(nodes: str) -> list[str]:
-        return scontrol("show", "hostnames", nodes).stdout.split()
-
     until = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < until:
-        match parse_batch_node_state(scontrol("--oneliner", "show", "job", job).stdout, hostnames):
-            case BatchNodeState.LOST:
-                return True
-            case BatchNodeState.ENDED:
-                return False
+        description = _answer("--oneliner", "show", "job", job)
+        if description is not None:
+            match parse_batch_node_state(description, _hostnames):
+                case BatchNodeState.LOST:
+                    return True
+                case BatchNodeState.ENDED:
+                    return False
         time.sleep(POLL_SECONDS)
     return False
+
+
+def _hostnames(nodes: str) -> list[str]:
+    return (_answer("show", "hostnames", nodes) or "").split()
+
+
+def _answer(*words: str) -> str | None:
+    """Return the output of ``scontrol``; None if it fails or does not answer in time."""
+    try:
+        result = scontrol(*words)
+    except subprocess.TimeoutExpired:
+        return None
+    return result.stdout if result.returncode == 0 else None
 
 
 def main(arguments: Sequence[str]) -> int:

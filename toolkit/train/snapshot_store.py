@@ -26,7 +26,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import manifest
@@ -139,7 +139,7 @@ class SnapshotStore:
         failures = [error for _, error in outcomes if error is not None]
         if failures:
             raise SaveFailed(f"the snapshot of step {save.step} was not written: {failures[0]}")
-        return [done for done, _ in outcomes]  # type: ignore[misc]
+        return [cast("T", done) for done, _ in outcomes]
 
     def _write_part(self, save: _Save, temporary: Path) -> _Part:
         temporary.mkdir(exist_ok=True)
