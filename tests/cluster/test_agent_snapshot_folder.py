@@ -23,7 +23,6 @@ from toolkit.cluster.node_range import NodeRange
 from toolkit.cluster.rendezvous import PeerExited
 from toolkit.cluster.stop_request import ProcessHandle
 from toolkit.errors import ConfigError, ExitCode, Problem
-from toolkit.rundir.snapshot_folder import open_agent_folder
 from toolkit.testing.tiny import tiny_plan
 
 TORCHRUN = Launch(
@@ -73,11 +72,9 @@ def test_snapshots_are_kept_only_for_ranks_that_start_again() -> None:
 def test_first_rank_of_a_node_removes_the_folder(
     error: Exception | None, local_rank: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        module, "open_agent_folder", lambda run, pid, started: open_agent_folder(run, pid, started, tmp_path)
-    )
     monkeypatch.setattr(module, "find_launchers", lambda launch: [ProcessHandle(7, "8")])
-    plan, launch = tiny_plan(checkpoint__memory_every=2), replace(TORCHRUN, local_rank=local_rank)
+    plan = tiny_plan(checkpoint__memory_every=2, checkpoint__memory_folder=str(tmp_path))
+    launch = replace(TORCHRUN, local_rank=local_rank)
     folder = None
     try:
         with agent_snapshot_folder(plan, launch, lambda: (ExitCode.DONE, None)) as folder:

@@ -26,7 +26,7 @@ from toolkit.goodput import AttemptTimes, read_times
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.snapshot_folder import SHARED_MEMORY, remove_abandoned_folders
+from toolkit.rundir.snapshot_folder import remove_abandoned_folders, snapshot_root
 from toolkit.rundir.status import RunState
 from toolkit.train.run import run
 
@@ -272,14 +272,16 @@ def test_elastic_run_ends_if_one_agent_is_asked_to_stop(data: Path, tmp_path: Pa
 def test_elastic_run_continues_from_the_memory_of_the_node_that_is_left(
     data: Path, unbroken: dict[int, float], tmp_path: Path
 ) -> None:
+    """The snapshots are in a folder that the run names, as on a local disk."""
     steps, every = STEPS // 3, 4
-    with elastic_nodes(
-        tmp_path, data, "zero=stage1", f"checkpoint.memory_every={every}", f"train.steps={steps}"
-    ) as nodes:
+    (tmp_path / "disk").mkdir()
+    snapshots = (f"checkpoint.memory_every={every}", f"checkpoint.memory_folder={tmp_path}/disk")
+    root = snapshot_root(f"{tmp_path}/disk")
+    with elastic_nodes(tmp_path, data, "zero=stage1", *snapshots, f"train.steps={steps}") as nodes:
         first, second = nodes.start(), nodes.start()
 
         def memory(node: RunningCommand) -> Path | None:
-            return next(SHARED_MEMORY.glob(f"dmt-*-agent-*-{node.process.pid}-*"), None)
+            return next(root.glob(f"dmt-*-agent-*-{node.process.pid}-*"), None)
 
         def has_later_snapshot() -> bool:
             folder = memory(first)
@@ -297,5 +299,5 @@ def test_elastic_run_continues_from_the_memory_of_the_node_that_is_left(
         assert resumed % every == 0
         check_completed(nodes, unbroken, steps)
         assert memory(first) is None
-        remove_abandoned_folders()  # the next start on the lost node does this
+        remove_abandoned_folders(root)  # the next start on the lost node does this
         assert not left.exists()

@@ -62,6 +62,8 @@ def test_snapshots_in_memory_take_the_copy_and_two_snapshots_and_twice_those_on_
     assert planned(memory_every=10).saves.snapshot_bytes == 3 * size
     nodes = replace(GPU, ranks_per_node=1)
     assert planned(nodes, memory_every=10).saves.snapshot_bytes == 5 * size
+    local_disk = planned(nodes, memory_every=10, memory_folder="/nvme")
+    assert local_disk.saves.snapshot_bytes == size, "only the copy that is being written"
     assert planned(replace(GPU, host_memory_bytes=16 * size), memory_every=10).saves.background
     assert not planned(replace(GPU, host_memory_bytes=16 * size - 1), memory_every=10).saves.background
 

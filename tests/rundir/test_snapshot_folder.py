@@ -12,8 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.errors import InputError
 from toolkit.rundir import snapshot_folder as snapshot_folder_module
-from toolkit.rundir.snapshot_folder import SnapshotFolder, open_agent_folder, remove_abandoned_folders
+from toolkit.rundir.snapshot_folder import (
+    SnapshotFolder,
+    open_agent_folder,
+    remove_abandoned_folders,
+    snapshot_root,
+)
 
 
 def test_folder_is_private_and_found_by_nothing_but_its_name(tmp_path: Path) -> None:
@@ -107,3 +113,24 @@ def test_next_start_removes_folders_of_agents_that_have_ended_only(
     assert unknown.exists(), "its agent may live in another container"
     os.utime(unknown, (0, 0))
     assert remove_abandoned_folders(tmp_path) == [unknown]
+
+
+def test_nodes_that_share_a_named_folder_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert snapshot_root("/dev/shm") == Path("/dev/shm")
+    roots = []
+    for host in ("node-1", "node-2"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        roots.append(snapshot_root(str(tmp_path)))
+        open_agent_folder(tmp_path / "run", 1, f"of a process that is not on {host}", roots[-1])
+    assert roots[0] != roots[1]
+    assert len(remove_abandoned_folders(roots[1])) == 1
+    assert list(roots[0].iterdir()), "the folders of the other node stay"
+
+
+def test_named_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"mkdir -p {tmp_path}/disk"):
+        snapshot_root(f"{tmp_path}/disk")
+    (tmp_path / "disk").mkdir()
+    assert snapshot_root(f"{tmp_path}/disk").is_dir()

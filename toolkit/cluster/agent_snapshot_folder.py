@@ -16,7 +16,12 @@ from toolkit.cluster.rendezvous import PeerExited
 from toolkit.cluster.stop_request import find_launchers
 from toolkit.errors import ExitCode, UserError
 from toolkit.plan.types import RunPlan
-from toolkit.rundir.snapshot_folder import open_agent_folder, remove_abandoned_folders, remove_agent_folder
+from toolkit.rundir.snapshot_folder import (
+    open_agent_folder,
+    remove_abandoned_folders,
+    remove_agent_folder,
+    snapshot_root,
+)
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +70,14 @@ def agent_restarts_after_error(launch: Launch, error: BaseException) -> bool:
 def _open(plan: RunPlan, launch: Launch) -> Path | None:
     if launch.launcher is not Launcher.TORCHELASTIC:
         return None
+    root = snapshot_root(plan.config.checkpoint.memory_folder)
     if launch.local_rank == 0:
-        remove_abandoned_folders()
+        remove_abandoned_folders(root)
     if not plan.config.checkpoint.memory_every or not launcher_restarts_ranks(launch):
         return None
     agent = find_launchers(launch)
     try:
-        return open_agent_folder(Path(plan.run_dir), agent[0].pid, agent[0].started) if agent else None
+        return open_agent_folder(Path(plan.run_dir), agent[0].pid, agent[0].started, root) if agent else None
     except OSError as error:
         log.warning("no snapshots in memory (checkpoint.memory_every): %s", error)
         return None

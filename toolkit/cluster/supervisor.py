@@ -28,7 +28,7 @@ from toolkit.goodput import Attempt
 from toolkit.plan.types import RunPlan, World
 from toolkit.restart_phases import RestartPhase, RestartPhases
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.snapshot_folder import SnapshotFolder, remove_abandoned_folders
+from toolkit.rundir.snapshot_folder import SnapshotFolder, remove_abandoned_folders, snapshot_root
 from toolkit.rundir.status import RunState
 
 log = logging.getLogger(__name__)
@@ -70,11 +70,12 @@ def supervise_ranks(
 
 def _open_snapshot_folder(config: RunConfig, directory: RunDirectory) -> SnapshotFolder | None:
     """Make the folder for snapshots in memory if the run wants one. Without it, restarts read the disk."""
-    remove_abandoned_folders()
+    root = snapshot_root(config.checkpoint.memory_folder)
+    remove_abandoned_folders(root)
     if not config.checkpoint.memory_every or not config.cluster.restarts:
         return None
     try:
-        return SnapshotFolder(directory.path)
+        return SnapshotFolder(directory.path, root)
     except OSError as error:
         log.warning("no snapshots in memory (checkpoint.memory_every): %s", error)
         return None

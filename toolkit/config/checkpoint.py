@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import PurePosixPath
 
 from toolkit.config.checks import at_least, check
 from toolkit.config.urls import WRITABLE, is_url, shown, url_problem
 from toolkit.errors import ConfigError, Problem
+
+SHARED_MEMORY = "/dev/shm"
 
 
 class MetricMode(Enum):
@@ -55,6 +58,10 @@ class CheckpointConfig:
     restart continues if they are newer than the newest checkpoint; 0: none. On several nodes each file is
     also copied to another node.
     """
+    memory_folder: str = SHARED_MEMORY
+    """Folder on each node for these snapshots. If host memory does not suffice, name one on a local disk; it
+    must exist on every node.
+    """
     url: str | None = None
     """Also keep checkpoints in an object store: s3://BUCKET/PREFIX, gs:// or az://, uploaded in the
     background. Null: only in <run.dir>/checkpoints. Credentials come from the environment.
@@ -74,9 +81,21 @@ class CheckpointConfig:
             "the copy of a save in the background needs memory",
             "write checkpoint.staging_gib=32, or checkpoint.background=false",
         )
+        check(
+            PurePosixPath(self.memory_folder).is_absolute(),
+            "checkpoint.memory_folder",
+            self.memory_folder,
+            "snapshots are kept in a folder with an absolute path",
+            f"write checkpoint.memory_folder=/local/disk, or leave it out for {SHARED_MEMORY}",
+        )
         parse_cadence(self.every)
         if self.url is not None:
             _check_url(self.url)
+
+    @property
+    def snapshots_in_memory(self) -> bool:
+        """Whether snapshots take host memory, and not room on a local disk."""
+        return PurePosixPath(self.memory_folder).is_relative_to(SHARED_MEMORY)
 
 
 def _check_url(url: str) -> None:

@@ -9,11 +9,11 @@ from toolkit.progress import quantity
 GIB = 2**30
 HOST_SHARE = 0.5  # of a node's memory, for offloaded states and the copies of all its ranks
 
-SNAPSHOTS = 2  # in memory: one is complete before the one before is removed
+SNAPSHOTS = 2  # one is complete before the one before is removed
 
 
 def snapshot_copies(nodes: int) -> int:
-    """Return how many times the state of a node's ranks is in its file system in memory at most
+    """Return how many times the state of a node's ranks is in its folder of snapshots at most
     (``checkpoint.memory_every``): several nodes have copies of another node's files.
     """
     return SNAPSHOTS if nodes == 1 else 2 * SNAPSHOTS
@@ -30,8 +30,11 @@ def plan_saves(config: RunConfig, world: World, size: int | None, memory: Memory
         size: bytes of a rank's state (:func:`toolkit.plan.checkpoint_size.rank_state_bytes`).
     """
     wanted, bound = config.checkpoint.background, int(config.checkpoint.staging_gib * GIB)
-    # the copy of the state that is being written, and the snapshots
-    snapshots = (1 + snapshot_copies(world.nodes)) * (size or 0) if config.checkpoint.memory_every else 0
+    snapshots = 0
+    if config.checkpoint.memory_every:
+        # the copy of the state that is being written, and the snapshots
+        files = snapshot_copies(world.nodes) if config.checkpoint.snapshots_in_memory else 0
+        snapshots = (1 + files) * (size or 0)
 
     def foreground(reason: str) -> SavePlan:
         return SavePlan(

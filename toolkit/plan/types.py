@@ -154,7 +154,8 @@ class SavePlan:
         reason: for it, as half a sentence.
         copy_bytes: of the copy on each rank; 0 without one, or if it is not known.
         staging_bytes: the most that a rank copies; one with more state saves in the foreground.
-        snapshot_bytes: of snapshots in memory, for each rank of a node; 0 without them, or if not known.
+        snapshot_bytes: host memory that snapshots take for each rank of a node; 0 without them, or if not
+            known.
     """
 
     background: bool

@@ -1,10 +1,12 @@
-"""The folder on tmpfs in which the ranks of one node keep snapshots of the state.
+"""The folder in which the ranks of one node keep snapshots of the state, on tmpfs or a local disk.
 
     /dev/shm/dmt-UID-<hash of the run directory>-<random>/
         lock                 locked by the supervisor; its text is the run directory
         step-00000120/       the newest complete snapshot, in the format of a checkpoint
     /dev/shm/dmt-UID-<hash of the run directory>-agent-<PID namespace>-<PID>-<start time>/
         step-00000120/       the same, with the files of this node and of its partner only
+    <checkpoint.memory_folder>/dmt-UID-<host name>/dmt-UID-...
+                             the same folders in a folder that the user names
 
 The first kind belongs to a supervisor. The random name is known only to the supervisor that made the folder
 and to its ranks, so a snapshot of another run, of another start, or of a run directory that was moved is
@@ -24,6 +26,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -31,11 +34,42 @@ from contextlib import suppress
 from pathlib import Path
 
 from toolkit.checkpoint_folder import committed_checkpoints
+from toolkit.config.checkpoint import SHARED_MEMORY
+from toolkit.errors import InputError, Problem
 
-SHARED_MEMORY = Path("/dev/shm")
 AGENT = "agent-"  # in the name of a folder, before what identifies the agent
 UNLOCKED_SECONDS = 600.0  # how old a folder without a lock becomes before it counts as abandoned
 FOREIGN_SECONDS = 86400.0  # the same for a folder of an agent whose process cannot be seen from here
+
+
+def snapshot_root(memory_folder: str) -> Path:
+    """Return the folder that contains the folders of this node's runs.
+
+    In a folder that the user names each node has a folder of its own: if the disk is shared after all, no
+    node takes another one's folder for abandoned, or for its own.
+
+    Args:
+        memory_folder: ``checkpoint.memory_folder``.
+
+    Raises:
+        InputError: the user has named a folder that is missing here or cannot be written.
+    """
+    root = Path(memory_folder)
+    if memory_folder == SHARED_MEMORY:
+        return root
+    host = socket.gethostname()
+    if not os.access(root, os.W_OK | os.X_OK) or not root.is_dir():
+        raise InputError(
+            Problem(
+                "checkpoint.memory_folder",
+                f"checkpoint.memory_folder={memory_folder}",
+                f"snapshots need a folder that this user can write; {host} has none with this name",
+                f"create it on every node (mkdir -p {memory_folder}), or leave the key out",
+            )
+        )
+    own = root / f"{_prefix()}{host}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    return own
 
 
 class SnapshotFolder:
@@ -43,13 +77,13 @@ class SnapshotFolder:
 
     Args:
         run_dir: the run directory.
-        root: a folder on a file system in memory.
+        root: of :func:`snapshot_root`.
 
     Raises:
         OSError: ``root`` is missing or cannot be written.
     """
 
-    def __init__(self, run_dir: Path, root: Path = SHARED_MEMORY) -> None:
+    def __init__(self, run_dir: Path, root: Path) -> None:
         run_dir = run_dir.absolute()
         self.path = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{_run_hash(run_dir)}-", dir=root))  # mode 0700
         unlocked = self.path / ".lock"  # another start must not find a lock that is not locked yet
@@ -69,12 +103,12 @@ class SnapshotFolder:
             os.close(lock)
 
 
-def open_agent_folder(run_dir: Path, agent: int, agent_started: str, root: Path = SHARED_MEMORY) -> Path:
+def open_agent_folder(run_dir: Path, agent: int, agent_started: str, root: Path) -> Path:
     """Return the folder for snapshots of a run on this node, which the first of its ranks makes.
 
     Args:
         agent, agent_started: PID and start time (a field of /proc/PID/stat) of torchrun's agent.
-        root: a folder on a file system in memory.
+        root: of :func:`snapshot_root`.
 
     Raises:
         OSError: ``root`` is missing or cannot be written, or the folder is another user's.
@@ -92,8 +126,15 @@ def remove_agent_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_abandoned_folders(root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove this user's folders whose supervisor or agent has ended without their removal; return them."""
+def remove_abandoned_folders(root: Path) -> list[Path]:
+    """Remove this user's folders in ``root`` whose supervisor or agent has ended without their removal.
+
+    Args:
+        root: of :func:`snapshot_root`.
+
+    Returns:
+        The removed folders.
+    """
     removed = []
     for folder in root.glob(f"{_prefix()}*"):
         with suppress(FileNotFoundError):  # another start removes it at this moment

@@ -1,6 +1,6 @@
 """Snapshots of the state in memory: ``checkpoint.memory_every``.
 
-They are checkpoints in folders on tmpfs (``rundir/snapshot_folder.py``), written in the background
+They are checkpoints in folders of the nodes (``rundir/snapshot_folder.py``), written in the background
 (``train/snapshot_store.py``), with a copy of each file on another node if there are several. A restart
 continues from the newest sound one if it is newer than the newest checkpoint (``train/snapshot_restore.py``).
 They do not affect the run's checkpoints on disk.
@@ -38,7 +38,7 @@ class MemorySnapshots(Hook):
     waits.
 
     Args:
-        folder: this node's, on tmpfs.
+        folder: this node's.
         on_blocked: receives the seconds for which training waited.
     """
 

@@ -1,6 +1,6 @@
-"""Write snapshots of the state to the memory of the nodes, with a copy of each file on a partner node.
+"""Write snapshots of the state to memory or a local disk, with a copy of each file on a partner node.
 
-Every node has its own folder on tmpfs (``rundir/snapshot_folder.py``). A snapshot is a checkpoint whose files
+Every node has its own folder (``rundir/snapshot_folder.py``). A snapshot is a checkpoint whose files
 are spread over the nodes: each node has the files of its own ranks, and copies of those of the node before it
 in a ring:
 
@@ -68,7 +68,7 @@ class SnapshotStore:
     """The snapshots of one run. Only the newest one is kept. Creating the object is collective.
 
     Args:
-        folder: this node's, on tmpfs.
+        folder: this node's.
         exchange: its methods are called from the writing thread only, while a save is pending.
     """
 
