@@ -49,6 +49,6 @@ LABEL org.opencontainers.image.title="deepspeed-megatron-toolkit" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-HEALTHCHECK --interval=30s --timeout=15s --start-period=120s --retries=3 CMD ["python", "-m", "toolkit.cluster.health"]
+HEALTHCHECK --interval=30s --timeout=15s --start-period=120s --retries=3 CMD ["python", "-m", "toolkit.cluster.jobs.health"]
 ENTRYPOINT ["tini", "--", "python", "/opt/toolkit/launch/train.py"]
 CMD ["--help"]

@@ -35,7 +35,7 @@ from typing import Any
 from engine_step import baseline_spec
 from harness.environment import describe_machine, package_versions
 
-from toolkit.cluster.environment import detect_world, read_launch
+from toolkit.cluster.world.environment import detect_world, read_launch
 from toolkit.config.compose import compose
 from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.errors import UserError

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from toolkit.cluster.environment import detect_world, read_launch
+from toolkit.cluster.world.environment import detect_world, read_launch
 from toolkit.config.compose import compose
 from toolkit.errors import PlanError
 from toolkit.plan import make_plan

@@ -36,7 +36,7 @@ from typing import Any
 from harness.environment import describe_machine, package_versions
 from harness.ranks import measure_rank, train_rank
 
-from toolkit.cluster.job import resolve_world
+from toolkit.cluster.jobs.job import resolve_world
 from toolkit.config.compose import compose
 from toolkit.data.registry import prepare_data
 from toolkit.data.tokens.stdlib import ensure_stdlib

@@ -10,7 +10,7 @@ import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit.cluster.job import resolve_world
+from toolkit.cluster.jobs.job import resolve_world
 from toolkit.config.compose import compose
 from toolkit.errors import PlanError
 from toolkit.plan import make_plan

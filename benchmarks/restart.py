@@ -37,7 +37,7 @@ from typing import Any, Self
 import psutil
 from harness.environment import describe_machine, package_versions
 
-from toolkit.cluster.rank_processes import find_free_port
+from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.restart_phases import read_restart
 from toolkit.rundir.directory import RunDirectory
 

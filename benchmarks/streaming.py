@@ -38,7 +38,7 @@ from harness.environment import describe_machine, package_versions
 from harness.mixing_quality import BATCH, at_scale, chi2_per_df
 from harness.read_contender import AFTER
 
-from toolkit.cluster.rank_processes import find_free_port
+from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.progress import Progress
 
 BENCHMARKS = Path(__file__).resolve().parent

@@ -51,13 +51,13 @@ inside python -c 'import json, os
 status = json.load(open("runs/built/status.json"))
 print("trained: status", status["state"], "at step", str(status["step"]) + ", as user", os.stat("runs/built/status.json").st_uid)'
 log "entry point of a Kubernetes pod, on the same run"
-inside tini -- python -u -m toolkit.cluster.pod --config=runs/built/config.yaml
+inside tini -- python -u -m toolkit.cluster.jobs.pod --config=runs/built/config.yaml
 log "the init forwards a stop signal, and the run saves"
 code=0
 # shellcheck disable=SC2016  # expanded by the inner shell
 inside bash -c '"$@" & pid=$!
   until grep -q running runs/stopped/status.json 2> /dev/null; do sleep 0.5; kill -0 $pid || exit 1; done
-  echo "health: $(python -m toolkit.cluster.health)"; kill -TERM $pid && wait $pid' \
+  echo "health: $(python -m toolkit.cluster.jobs.health)"; kill -TERM $pid && wait $pid' \
   stop "${entry[@]}" run.dir=runs/stopped train.steps=100000 || code=$?
 inside python -c 'import json
 print("stopped: status", json.load(open("runs/stopped/status.json"))["state"] + ", exit code", '"$code"')'

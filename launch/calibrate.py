@@ -26,7 +26,7 @@ from toolkit.errors import ExitCode, InputError, Problem, run_command
 from toolkit.logs import configure_logging
 
 if TYPE_CHECKING:
-    from toolkit.cluster.environment import Launch
+    from toolkit.cluster.world.environment import Launch
     from toolkit.estimate.measurements import MachineTimings
     from toolkit.plan.types import World
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def calibrate(arguments: Sequence[str]) -> None:
     """Add the runs that the arguments name, or measure this machine. Raises UserError."""
-    from toolkit.cluster.environment import read_launch
+    from toolkit.cluster.world.environment import read_launch
 
     launch, rest = read_launch(os.environ, arguments)
     configure_logging(launch.rank)
@@ -105,9 +105,9 @@ def add_runs(options: CalibrateArguments) -> None:
 
 def measure(options: CalibrateArguments, launch: Launch) -> None:
     """Measure the devices of this launch and their links, and write the file on rank 0. Collective."""
-    from toolkit.cluster.environment import detect_world
-    from toolkit.cluster.machine_info import detect_machine
-    from toolkit.cluster.process_environment import set_defaults
+    from toolkit.cluster.world.environment import detect_world
+    from toolkit.cluster.world.machine_info import detect_machine
+    from toolkit.cluster.world.process_environment import set_defaults
     from toolkit.config.cluster import ClusterConfig
 
     machine = detect_machine()
@@ -137,7 +137,7 @@ def _measure(launch: Launch, world: World) -> MachineTimings:
     with progress, progress.task("measuring the device", total=stages(device), unit="stages") as task:
         if launch.ranks == 1:
             return MachineTimings(ranks_per_node=1, device=measure_device(device, task.advance))
-        from toolkit.cluster.rendezvous import Rendezvous
+        from toolkit.cluster.world.rendezvous import Rendezvous
 
         rendezvous = Rendezvous(launch, [], seconds=RENDEZVOUS_SECONDS)
         with rendezvous.process_group(world.device):
@@ -145,6 +145,6 @@ def _measure(launch: Launch, world: World) -> MachineTimings:
 
 
 if __name__ == "__main__":
-    from toolkit.cluster.exit_handling import exit_now
+    from toolkit.cluster.attempt.exit_handling import exit_now
 
     exit_now(main(sys.argv[1:]))

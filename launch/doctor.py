@@ -18,11 +18,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from toolkit.cluster.attempt.exit_handling import ExitHandler, exit_now
 from toolkit.cluster.doctor.command import JSON, DoctorCommand, Measurements
 from toolkit.cluster.doctor.data_access import DataReadResult
-from toolkit.cluster.environment import read_launch
-from toolkit.cluster.exit_handling import ExitHandler, exit_now
-from toolkit.cluster.stop_request import StopRequest, find_launchers
+from toolkit.cluster.stop.stop_request import StopRequest, find_launchers
+from toolkit.cluster.world.environment import read_launch
 from toolkit.commands import entry_point
 from toolkit.config.schema import RunConfig
 from toolkit.layout.axes import Axes

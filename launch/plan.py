@@ -67,7 +67,7 @@ def show(arguments: Sequence[str], *, as_json: bool, trace: bool = False) -> Non
     Raises:
         UserError: with all problems.
     """
-    from toolkit.cluster.job import plan_job
+    from toolkit.cluster.jobs.job import plan_job
     from toolkit.config.compose import compose, compose_plan_arguments
     from toolkit.estimate.plan_report import format_plan, to_json, warn_about_budget
     from toolkit.plan.schedule import check_schedule
@@ -124,7 +124,7 @@ def show_scaling(
     Args:
         trace: read samples to trace a model without a family, if their shapes are not known otherwise.
     """
-    from toolkit.cluster.job import resolve_from_files, resolve_world
+    from toolkit.cluster.jobs.job import resolve_from_files, resolve_world
     from toolkit.config.overrides import overridden_keys
     from toolkit.estimate.measured_factors import fit_speed_factors
     from toolkit.estimate.module_traces import ModuleTraces
@@ -197,7 +197,7 @@ def show_advice(
     Args:
         trace: read samples to trace a model without a family, if their shapes are not known otherwise.
     """
-    from toolkit.cluster.job import resolve_from_files, resolve_world
+    from toolkit.cluster.jobs.job import resolve_from_files, resolve_world
     from toolkit.config.experiment import experiment_file, experiment_text
     from toolkit.config.numbers import hours_until
     from toolkit.config.overrides import overridden_keys, split_options

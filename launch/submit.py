@@ -61,8 +61,8 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 def submit_or_print(overrides: Sequence[str], *, dry_run: bool) -> None:
     """Submit the run, or print the job. Raises UserError or NothingToDo if nothing was submitted."""
-    from toolkit.cluster import backends, submission
-    from toolkit.cluster.job import create_job, plan_job
+    from toolkit.cluster.jobs import backends, submission
+    from toolkit.cluster.jobs.job import create_job, plan_job
     from toolkit.config.compose import compose
     from toolkit.estimate.plan_report import warn_about_budget
     from toolkit.plan.schedule import check_schedule

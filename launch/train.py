@@ -18,12 +18,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.cluster.attempt_spec import AttemptSpec
+from toolkit.cluster.attempt.attempt_spec import AttemptSpec
+from toolkit.cluster.attempt.exit_handling import exit_now
 from toolkit.cluster.entry_point import run_entry_point
-from toolkit.cluster.environment import Launch
-from toolkit.cluster.exit_handling import exit_now
 from toolkit.cluster.launch_process import RunCallbacks
-from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.stop.stop_request import StopRequest
+from toolkit.cluster.world.environment import Launch
 from toolkit.commands import entry_point
 from toolkit.errors import ExitCode
 from toolkit.plan.types import RunPlan

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.cluster.machine_info import detect_machine
+from toolkit.cluster.world.machine_info import detect_machine
 from toolkit.commands import command_line, in_this_form
 from toolkit.errors import ExitCode, UserError
 from toolkit.logs import configure_logging

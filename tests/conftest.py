@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from toolkit.cluster.rank_processes import ONEDNN_ISA, WITHOUT_AMX
+from toolkit.cluster.attempt.rank_processes import ONEDNN_ISA, WITHOUT_AMX
 from toolkit.logs import ROOT
 from toolkit.plan.devices import HIDE_GPUS
 

@@ -58,6 +58,18 @@ CLUSTER_USES = {
     "restart_phases",
     "cluster",
 }
+# The same order inside toolkit/cluster.
+CLUSTER_ORDER: tuple[tuple[str, ...], ...] = (
+    ("world",),
+    ("stop",),
+    ("jobs",),
+    ("attempt",),
+    ("standbys",),
+    ("doctor", "sweep"),
+    ("cpu_affinity", "supervisor"),
+    ("launch_process",),
+    ("entry_point",),
+)
 
 ONLY_IN = {
     "deepspeed": ("toolkit/engine/", "toolkit/testing/"),
@@ -81,9 +93,9 @@ TORCH_FREE = (
     "toolkit.families",
     "toolkit.plan.make",
     "toolkit.rundir.directory",
-    "toolkit.cluster.submission",
-    "toolkit.cluster.backends.slurm",
-    "toolkit.cluster.requeue",
+    "toolkit.cluster.jobs.submission",
+    "toolkit.cluster.jobs.backends.slurm",
+    "toolkit.cluster.jobs.requeue",
     "toolkit.monitor.sinks.subprocess_sink",
     "toolkit.monitor.sinks.wandb",
 )
@@ -100,7 +112,8 @@ def scan(path: Path) -> tuple[set[str], list[str]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             module = node.module or ""
-            imports |= {f"{module}.{alias.name}" for alias in node.names} if module == "toolkit" else {module}
+            named = module in ("toolkit", "toolkit.cluster")
+            imports |= {f"{module}.{alias.name}" for alias in node.names} if named else {module}
         elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             classes.append(node.name)
     return imports, classes
@@ -122,9 +135,12 @@ FILES = sorted(
 def allowed_imports(part: str) -> set[str]:
     if part == "cluster":
         return CLUSTER_USES
-    row = next(index for index, row in enumerate(ORDER) if part in row)
-    below = {name for row in ORDER[:row] for name in row}
-    return below | {part} | ({"cluster"} if part in ("launch", "api", "cli") else set())
+    return parts_up_to(part, ORDER) | ({"cluster"} if part in ("launch", "api", "cli") else set())
+
+
+def parts_up_to(part: str, order: tuple[tuple[str, ...], ...]) -> set[str]:
+    row = next(index for index, row in enumerate(order) if part in row)
+    return {name for row in order[:row] for name in row} | {part}
 
 
 def test_folders_import_in_one_direction() -> None:
@@ -132,6 +148,16 @@ def test_folders_import_in_one_direction() -> None:
         used = {name.split(".")[1] for name in scan(path)[0] if name.startswith("toolkit.")} - {"__version__"}
         wrong = used - allowed_imports(part_of(path))
         assert not wrong, f"{path.relative_to(ROOT)} must not import {sorted(wrong)}"
+
+
+def test_folders_of_cluster_import_in_one_direction() -> None:
+    folder = ROOT / "toolkit/cluster"
+    for path in FILES:
+        if path.is_relative_to(folder) and path != folder / "__init__.py":
+            part = path.relative_to(folder).with_suffix("").parts[0]
+            used = {name.split(".")[2] for name in scan(path)[0] if name.startswith("toolkit.cluster.")}
+            wrong = used - parts_up_to(part, CLUSTER_ORDER)
+            assert not wrong, f"{path.relative_to(ROOT)} must not import {sorted(wrong)} of cluster"
 
 
 def test_heavy_packages_are_imported_only_in_their_folders() -> None:

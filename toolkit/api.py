@@ -32,7 +32,7 @@ from toolkit.rundir.directory import RunDirectory
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from toolkit.cluster.environment import Launch
+    from toolkit.cluster.world.environment import Launch
 
 STATUS_SECONDS = 10.0  # how long other ranks wait until rank 0 has recorded the end of the run
 _STATES = {ExitCode.DONE: "done", ExitCode.STOPPED: "stopped", ExitCode.DIVERGED: "diverged"}
@@ -83,7 +83,7 @@ def load_config(*overrides: str) -> RunConfig:
     Raises:
         UserError: with every mistake that was found.
     """
-    from toolkit.cluster.environment import read_launch
+    from toolkit.cluster.world.environment import read_launch
     from toolkit.config.compose import compose
 
     _, rest = read_launch({}, overrides)  # without the option that deepspeed adds to sys.argv
@@ -96,7 +96,7 @@ def plan(config: RunConfig) -> RunPlan:
     Raises:
         UserError: with every rule that the run breaks.
     """
-    from toolkit.cluster.job import plan_job
+    from toolkit.cluster.jobs.job import plan_job
     from toolkit.user_code import check_user_code
 
     planned = plan_job(copy.deepcopy(config))
@@ -114,11 +114,11 @@ def train(config: RunConfig) -> TrainResult:
     Raises:
         UserError: the configuration, the data or the machine cannot train.
     """
-    from toolkit.cluster.environment import detect_world, read_launch
-    from toolkit.cluster.exit_handling import ExitHandler
+    from toolkit.cluster.attempt.exit_handling import ExitHandler
     from toolkit.cluster.launch_process import launch_process
-    from toolkit.cluster.rendezvous import PeerExited
-    from toolkit.cluster.stop_request import ProgramStopRequest, find_launchers
+    from toolkit.cluster.stop.stop_request import ProgramStopRequest, find_launchers
+    from toolkit.cluster.world.environment import detect_world, read_launch
+    from toolkit.cluster.world.rendezvous import PeerExited
     from toolkit.launch.train import make_callbacks
     from toolkit.rundir.start_checks import NothingToDo
 
@@ -163,7 +163,7 @@ def _read_result(code: ExitCode, directory: RunDirectory) -> TrainResult:
 
 def _check_process(launch: Launch, ranks: int) -> None:
     """Check that this process can be a rank, before anything is written. Raises ConfigError."""
-    from toolkit.cluster.environment import Launcher
+    from toolkit.cluster.world.environment import Launcher
 
     if launch.launcher is Launcher.NONE and ranks > 1:
         raise ConfigError(
@@ -203,7 +203,7 @@ def _peer_error(code: ExitCode) -> Exception:
 @contextmanager
 def _restored_process() -> Iterator[None]:
     """Restore environment variables, logging, and the streams whose output a run copies."""
-    from toolkit.cluster.output_log import untee_output
+    from toolkit.cluster.attempt.output_log import untee_output
     from toolkit.logs import ROOT
 
     environ, logger = dict(os.environ), logging.getLogger(ROOT)

@@ -18,8 +18,8 @@ ROOT = "toolkit"
 class _CurrentStream(logging.Handler):
     """Write to what ``sys.stdout`` or ``sys.stderr`` is when the message is logged.
 
-    A launcher's pipe, the attempt's log (``cluster/output_log.py``) and a live progress bar all replace these
-    streams while the process runs.
+    A launcher's pipe, the attempt's log (``cluster/attempt/output_log.py``) and a live progress bar all
+    replace these streams while the process runs.
     """
 
     def __init__(self, stream: str) -> None:

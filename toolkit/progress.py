@@ -28,7 +28,7 @@ SPEED_SECONDS = 30.0  # window of the throughput: a slow start (compilation, col
 
 @runtime_checkable
 class LoggedStream(Protocol):
-    """A stream whose lines are also written to a log, such as ``toolkit.cluster.output_log.Tee``."""
+    """A stream whose lines are also written to a log, such as ``toolkit.cluster.attempt.output_log.Tee``."""
 
     @property
     def stream(self) -> TextIO:

@@ -14,7 +14,7 @@ from uuid import uuid4
 from benchmarks.faults.cases import BATCH, LAYOUTS, SAVE_EVERY, STEP_SECONDS, STEPS, Case
 from benchmarks.faults.processes import POLL_SECONDS, ROOT, kill_all, launch_command, start
 from benchmarks.faults.recovery import read_rank_records
-from toolkit.cluster.rank_processes import find_free_port
+from toolkit.cluster.attempt.rank_processes import find_free_port
 
 SCRIPT = ROOT / "benchmarks" / "harness" / "restarting_baseline.py"
 KILLS = {"rank-killed": 1, "two-ranks-killed": 2}

@@ -33,7 +33,7 @@ from benchmarks.faults.processes import (
 )
 from benchmarks.faults.recovery import read_rank_records, recovery_of
 from toolkit import checkpoint_folder
-from toolkit.cluster.rank_processes import find_free_port
+from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.errors import InputError
 from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory

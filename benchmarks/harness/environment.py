@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from toolkit.cluster.machine_info import detect_machine
+from toolkit.cluster.world.machine_info import detect_machine
 
 PACKAGES = ("torch", "deepspeed", "megatron-core", "transformer-engine", "transformers")
 CPU_INFO = Path("/proc/cpuinfo")  # of Linux

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from toolkit.cluster.job import resolve_world
+from toolkit.cluster.jobs.job import resolve_world
 from toolkit.config.schema import RunConfig
 from toolkit.estimate.measurements import MachineTimings
 from toolkit.observe.collective_benchmark import measure_machine

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from toolkit.cluster.rank_processes import find_free_port
+from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.plan.devices import HIDE_GPUS
 
 ROOT = Path(__file__).resolve().parents[2]

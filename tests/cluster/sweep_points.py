@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from toolkit.cluster.machine_info import GpuInfo, MachineInfo
 from toolkit.cluster.sweep.points import make_points
+from toolkit.cluster.world.machine_info import GpuInfo, MachineInfo
 from toolkit.config.multirun import BatchRunner, read_sweep, run_sweeper
 
 GIB = 2**30

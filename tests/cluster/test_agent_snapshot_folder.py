@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster import agent_snapshot_folder as module
-from toolkit.cluster.agent_snapshot_folder import (
+from toolkit.cluster.attempt import agent_snapshot_folder as module
+from toolkit.cluster.attempt.agent_snapshot_folder import (
     agent_restarts_after_error,
     agent_restarts_after_stop,
     agent_snapshot_folder,
     launcher_restarts_ranks,
 )
-from toolkit.cluster.elastic_stop import StopDecision
-from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.node_range import NodeRange
-from toolkit.cluster.rendezvous import PeerExited
-from toolkit.cluster.stop_request import ProcessHandle
+from toolkit.cluster.stop.elastic_stop import StopDecision
+from toolkit.cluster.stop.stop_request import ProcessHandle
+from toolkit.cluster.world.environment import Launch, Launcher
+from toolkit.cluster.world.node_range import NodeRange
+from toolkit.cluster.world.rendezvous import PeerExited
 from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.testing.tiny import tiny_plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from toolkit.cluster.attempt_spec import AttemptSpec
+from toolkit.cluster.attempt.attempt_spec import AttemptSpec
 from toolkit.plan.types import Device, World
 from toolkit.restart_phases import RestartPhase, RestartPhases
 

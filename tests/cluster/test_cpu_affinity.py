@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from toolkit.cluster.cpu_affinity import bind_to_gpu
-from toolkit.cluster.machine_info import GpuInfo
+from toolkit.cluster.world.machine_info import GpuInfo
 
 GPUS = [GpuInfo("H100", None, "GPU-a"), GpuInfo("H100", None, "GPU-b")]
 NEAR = {"GPU-a": {0, 1}, "GPU-b": {2, 3}}

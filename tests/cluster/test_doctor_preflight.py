@@ -30,8 +30,8 @@ from toolkit.cluster.doctor.types import (
     fail,
     ok,
 )
-from toolkit.cluster.environment import Launch
-from toolkit.cluster.rendezvous import Rendezvous
+from toolkit.cluster.world.environment import Launch
+from toolkit.cluster.world.rendezvous import Rendezvous
 from toolkit.config.schema import EngineName
 from toolkit.plan.types import Device
 

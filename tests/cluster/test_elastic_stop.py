@@ -12,15 +12,15 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from toolkit.cluster import elastic_stop
-from toolkit.cluster.elastic_stop import (
+from toolkit.cluster.attempt.rank_processes import find_free_port
+from toolkit.cluster.stop import elastic_stop
+from toolkit.cluster.stop.elastic_stop import (
     AfterStop,
     AgentRendezvous,
     NodeStop,
     agent_arguments,
     decide_after_stop,
 )
-from toolkit.cluster.rank_processes import find_free_port
 
 TERM = NodeStop(reason="SIGTERM", leaves=False)
 INTERRUPT = NodeStop(reason="SIGINT", leaves=False)

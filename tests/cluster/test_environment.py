@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world, read_launch
-from toolkit.cluster.machine_info import (
+from toolkit.cluster.world.environment import Launch, Launcher, check_startable, detect_world, read_launch
+from toolkit.cluster.world.machine_info import (
     GpuInfo,
     MachineInfo,
     detect_machine,
     nvcc_version,
     select_visible_gpus,
 )
-from toolkit.cluster.node_range import NodeRange
-from toolkit.cluster.process_environment import add_ninja_to_path, set_cuda_defaults, set_defaults
+from toolkit.cluster.world.node_range import NodeRange
+from toolkit.cluster.world.process_environment import add_ninja_to_path, set_cuda_defaults, set_defaults
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.schema import EngineName, Precision
 from toolkit.errors import ConfigError

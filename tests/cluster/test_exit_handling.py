@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from toolkit.cluster.elastic_stop import StopDecision
-from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.exit_handling import LOST_CONNECTION, ExitHandler
-from toolkit.cluster.node_range import NodeRange
+from toolkit.cluster.attempt.exit_handling import LOST_CONNECTION, ExitHandler
+from toolkit.cluster.stop.elastic_stop import StopDecision
+from toolkit.cluster.world.environment import Launch, Launcher
+from toolkit.cluster.world.node_range import NodeRange
 from toolkit.errors import CheckpointError, ExitCode, Problem
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
 CODE = """
 import atexit, sys, threading, time
-from toolkit.cluster.exit_handling import exit_now
+from toolkit.cluster.attempt.exit_handling import exit_now
 atexit.register(lambda: print("hook"))
 threading.Thread(target=time.sleep, args=(60,)).start()
 print("flushed", end=" ")

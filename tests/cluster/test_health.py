@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster import health
+from toolkit.cluster.jobs import health
 from toolkit.config.compose import to_yaml
 from toolkit.config.monitor import MonitorConfig
 from toolkit.config.schema import RunConfig
@@ -71,7 +71,7 @@ def test_vanished_process_is_skipped(directory: RunDirectory, tmp_path: Path) ->
 
 def test_health_check_is_fast_and_imports_no_torch() -> None:
     program = (
-        "import sys, toolkit.cluster.health as health, pathlib\nhealth.main(pathlib.Path('/nowhere'))\n"
+        "import sys, toolkit.cluster.jobs.health as health, pathlib\nhealth.main(pathlib.Path('/nowhere'))\n"
         "print(sorted({'torch', 'omegaconf', 'numpy'} & set(sys.modules)))"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -91,7 +91,7 @@ def test_hanging_file_system_is_unhealthy(tmp_path: Path, monkeypatch: pytest.Mo
     folder.mkdir()
     os.mkfifo(folder / "status.json")
     program = (
-        f"import toolkit.cluster.health as health, pathlib\nhealth.TIMEOUT_SECONDS = 1\n"
+        f"import toolkit.cluster.jobs.health as health, pathlib\nhealth.TIMEOUT_SECONDS = 1\n"
         f"health.find_run_folders = lambda _: [pathlib.Path({str(folder)!r})]\n"
         "raise SystemExit(health.main())"
     )

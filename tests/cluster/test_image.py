@@ -185,7 +185,7 @@ def test_image_has_user_init_and_health_check() -> None:
     assert "USER 1000:1000" in lines
     assert 'ENTRYPOINT ["tini", "--", "python", "/opt/toolkit/launch/train.py"]' in lines
     (health,) = (line for line in lines if line.startswith("HEALTHCHECK"))
-    assert health.endswith('CMD ["python", "-m", "toolkit.cluster.health"]')
+    assert health.endswith('CMD ["python", "-m", "toolkit.cluster.jobs.health"]')
     assert not re.search(r"^(ARG|ENV)\b.*(KEY|TOKEN|SECRET|PASSWORD)", DOCKERFILE, re.MULTILINE)
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster import backends, submission
-from toolkit.cluster.attempt_spec import load_config, start_attempt
-from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.job import (
+from toolkit.cluster.attempt.attempt_spec import load_config, start_attempt
+from toolkit.cluster.jobs import backends, submission
+from toolkit.cluster.jobs.job import (
     FROZEN,
     JobId,
     JobState,
@@ -23,7 +22,8 @@ from toolkit.cluster.job import (
     plan_job,
     write_files,
 )
-from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.world.environment import Launch, Launcher
+from toolkit.cluster.world.machine_info import MachineInfo
 from toolkit.config.cluster import ClusterBackend
 from toolkit.config.compose import compose, from_yaml
 from toolkit.config.keys import flatten

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import yaml
 
-from toolkit.cluster import backends
-from toolkit.cluster.backends import kubernetes, kubernetes_manifests
-from toolkit.cluster.job import CONFIG_FILE, JobId, JobState, TrainingJob, create_job, plan_job
-from toolkit.cluster.pod import LEFT_RUN
+from toolkit.cluster.jobs import backends
+from toolkit.cluster.jobs.backends import kubernetes, kubernetes_manifests
+from toolkit.cluster.jobs.job import CONFIG_FILE, JobId, JobState, TrainingJob, create_job, plan_job
+from toolkit.cluster.jobs.pod import LEFT_RUN
 from toolkit.config.cluster import ClusterBackend, ClusterConfig, KubernetesConfig
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.config.schema import RunConfig, RunSection

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster import submission
-from toolkit.cluster.backends import local
-from toolkit.cluster.job import JobId, JobState, TrainingJob, create_job, plan_job
-from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.jobs import submission
+from toolkit.cluster.jobs.backends import local
+from toolkit.cluster.jobs.job import JobId, JobState, TrainingJob, create_job, plan_job
+from toolkit.cluster.world.machine_info import MachineInfo
 from toolkit.config.cluster import ClusterBackend
 from toolkit.config.compose import compose
 from toolkit.errors import InputError

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.simulated_nodes import ADDRESSES, two_nodes
-from toolkit.cluster import network_interface
-from toolkit.cluster.environment import Launch
-from toolkit.cluster.machine_info import MachineInfo
-from toolkit.cluster.network_interface import find_interface_to
-from toolkit.cluster.process_environment import set_defaults
+from toolkit.cluster.world import network_interface
+from toolkit.cluster.world.environment import Launch
+from toolkit.cluster.world.machine_info import MachineInfo
+from toolkit.cluster.world.network_interface import find_interface_to
+from toolkit.cluster.world.process_environment import set_defaults
 from toolkit.plan.types import Device, World
 
 TWO = World(ranks=2, ranks_per_node=1, device=Device.CPU)
@@ -85,7 +85,7 @@ def test_interface_on_two_nodes_without_names(tmp_path: Path) -> None:
     address.
     """
     code = (
-        "import sys; from toolkit.cluster.network_interface import find_interface_to as find\n"
+        "import sys; from toolkit.cluster.world.network_interface import find_interface_to as find\n"
         "print(find(sys.argv[1]), find(sys.argv[2]))"
     )
     with two_nodes(tmp_path) as nodes:

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.cluster.job import plan_job
-from toolkit.cluster.node_range import (
+from toolkit.cluster.jobs.job import plan_job
+from toolkit.cluster.world.node_range import (
     NodeRange,
     agent_restarts,
     check_node_range,

@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from toolkit.cluster.output_log import Tee, tee_output
+from toolkit.cluster.attempt.output_log import Tee, tee_output
 from toolkit.progress import Progress
 
 

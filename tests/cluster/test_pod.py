@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster import pod
-from toolkit.cluster.pod import LEFT_RUN
-from toolkit.cluster.requeue import JobBaseline, StopSignal
+from toolkit.cluster.jobs import pod
+from toolkit.cluster.jobs.pod import LEFT_RUN
+from toolkit.cluster.jobs.requeue import JobBaseline, StopSignal
 from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.compose import to_yaml
 from toolkit.config.schema import RunConfig, RunSection
@@ -149,7 +149,7 @@ def test_signal_is_forwarded_once(tmp_path: Path) -> None:
     second one.
     """
     program = (
-        f"import sys, pathlib\nfrom toolkit.cluster import pod\nlauncher = pod.PodLauncher()\n"
+        f"import sys, pathlib\nfrom toolkit.cluster.jobs import pod\nlauncher = pod.PodLauncher()\n"
         f"arguments = ['-c', {FAKE!r}, {str(tmp_path)!r}, 'wait', '', '-', '75']\n"
         "code = launcher.run([sys.executable, *arguments], {})\n"
         "print(launcher.stop_signal, code)"

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from tests.cluster.metadata_server import Metadata
-from toolkit.cluster import preemption
-from toolkit.cluster.preemption import PendingPreemption, metadata_client, watch_preemption
-from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.stop import preemption
+from toolkit.cluster.stop.preemption import PendingPreemption, metadata_client, watch_preemption
+from toolkit.cluster.stop.stop_request import StopRequest
 from toolkit.config.cluster import PreemptionNotice
 
 NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.cluster import rank_processes
-from toolkit.cluster.rank_processes import RankProcesses, combine_exit_codes
-from toolkit.cluster.stop_request import ProcessHandle, StopRequest
+from toolkit.cluster.attempt import rank_processes
+from toolkit.cluster.attempt.rank_processes import RankProcesses, combine_exit_codes
+from toolkit.cluster.stop.stop_request import ProcessHandle, StopRequest
 from toolkit.errors import ExitCode
 from toolkit.plan.types import Device, World
 
@@ -154,8 +154,8 @@ sys.exit(75 if heard.times == 1 else 1)
 """.replace("{tmp_path}", str(tmp_path))
     code = """
 import sys
-from toolkit.cluster.rank_processes import RankProcesses
-from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.attempt.rank_processes import RankProcesses
+from toolkit.cluster.stop.stop_request import StopRequest
 from toolkit.plan.types import Device, World
 stop = StopRequest(); stop.install(); stop.arm(None)
 sys.exit(RankProcesses(sys.argv[1:], World(ranks=2, ranks_per_node=2, device=Device.CPU)).wait(stop, 5))
@@ -217,7 +217,7 @@ def test_early_signal_is_delivered_after_install(tmp_path: Path) -> None:
     file.write_text("""
 import signal, sys, time
 time.sleep(0.5)
-from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.stop.stop_request import StopRequest
 stop = StopRequest(); stop.arm(None); stop.install()
 while stop() is None: time.sleep(0.01)
 stop.close()

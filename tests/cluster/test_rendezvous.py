@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistNetworkError, PrefixStore
 
-from toolkit.cluster import rendezvous
-from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.rank_processes import find_free_port
-from toolkit.cluster.rendezvous import PeerExited, Rendezvous
+from toolkit.cluster.attempt.rank_processes import find_free_port
+from toolkit.cluster.world import rendezvous
+from toolkit.cluster.world.environment import Launch, Launcher
+from toolkit.cluster.world.rendezvous import PeerExited, Rendezvous
 from toolkit.errors import ExitCode, InputError
 
 

@@ -12,9 +12,9 @@ import time
 import pytest
 
 from tests.waiting import wait_until
-from toolkit.cluster import rendezvous_server
-from toolkit.cluster.rank_processes import find_free_port
-from toolkit.cluster.rendezvous_server import connect, is_open
+from toolkit.cluster.attempt.rank_processes import find_free_port
+from toolkit.cluster.jobs import rendezvous_server
+from toolkit.cluster.jobs.rendezvous_server import connect, is_open
 
 
 def test_server_ends_when_it_is_asked_to_and_the_agents_have_closed_the_rendezvous(
@@ -23,7 +23,7 @@ def test_server_ends_when_it_is_asked_to_and_the_agents_have_closed_the_rendezvo
     port = find_free_port()
     endpoint = f"127.0.0.1:{port}"
     server = subprocess.Popen(
-        [sys.executable, "-m", "toolkit.cluster.rendezvous_server", str(port), "--id=one"],
+        [sys.executable, "-m", "toolkit.cluster.jobs.rendezvous_server", str(port), "--id=one"],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster import requeue
-from toolkit.cluster.requeue import JobBaseline, JobOutcome, NextAction, StopSignal, decide_requeue
+from toolkit.cluster.jobs import requeue
+from toolkit.cluster.jobs.requeue import JobBaseline, JobOutcome, NextAction, StopSignal, decide_requeue
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster import requeue_after_node_loss
-from toolkit.cluster.requeue_after_node_loss import BatchNodeState, main, parse_batch_node_state
+from toolkit.cluster.jobs import requeue_after_node_loss
+from toolkit.cluster.jobs.requeue_after_node_loss import BatchNodeState, main, parse_batch_node_state
 
 KEPT = "JobId=7 JobState=RUNNING NodeList=node[1-2] BatchHost=node1 NumNodes=2"
 LOST = "JobId=7 JobState=RUNNING NodeList=node2 BatchHost=node1 NumNodes=1"

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.backends import slurm
-from toolkit.cluster.job import JobId, JobState, TrainingJob
+from toolkit.cluster.jobs.backends import slurm
+from toolkit.cluster.jobs.job import JobId, JobState, TrainingJob
 from toolkit.config.cluster import ClusterBackend, ClusterConfig, SlurmConfig
 from toolkit.config.schema import RunConfig, RunSection
 from toolkit.errors import ConfigError, InputError
@@ -181,11 +181,11 @@ def test_agents_of_an_elastic_job_are_clients_of_the_scripts_rendezvous(
     assert process.returncode == 75, output
     (server,) = (call[1:] for call in calls(stand_ins) if call[0] == "server")
     agent, after = (call[1:] for call in calls(stand_ins) if call[0] in ("task", "after"))
-    assert server == ["-m", "toolkit.cluster.rendezvous_server", "22345", "--id=12345"]
+    assert server == ["-m", "toolkit.cluster.jobs.rendezvous_server", "22345", "--id=12345"]
     assert "torch.distributed.run" in agent
     assert {"--nnodes=1:2", "--rdzv-endpoint=10.0.0.1:22345", "--max-restarts=5"} < set(agent)
     assert agent[-2:] == ["is_host=0,keep_alive_interval=2,last_call_timeout=10", f"10.0.0.{int(node) + 1}"]
-    assert after == ["-m", "toolkit.cluster.requeue_after_node_loss", "10.0.0.1:22345"]
+    assert after == ["-m", "toolkit.cluster.jobs.requeue_after_node_loss", "10.0.0.1:22345"]
     (srun,) = (call for call in calls(stand_ins) if call[0] == "srun")
     assert {"--nodes=3", "--no-kill", "--wait=0"} < set(srun)
     assert (elastic.folder / "output.txt").exists()
@@ -342,7 +342,7 @@ def test_user_texts_are_quoted(stand_ins: dict[str, str], tmp_path: Path) -> Non
     ]
     assert by_name["requeue"] == [
         "-m",
-        "toolkit.cluster.requeue",
+        "toolkit.cluster.jobs.requeue",
         f"{HOSTILE}/jobs/001",
         "--asked=none",
         "--code=3",

@@ -19,11 +19,11 @@ import psutil
 import pytest
 
 from tests.waiting import wait_until
-from toolkit.cluster.attempt_spec import AttemptSpec
-from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.node_range import NodeRange
-from toolkit.cluster.standby_server import count_standbys_of_launch, phases_before_start
-from toolkit.cluster.standby_socket import connect, find_peer, listen
+from toolkit.cluster.attempt.attempt_spec import AttemptSpec
+from toolkit.cluster.standbys.standby_server import count_standbys_of_launch, phases_before_start
+from toolkit.cluster.standbys.standby_socket import connect, find_peer, listen
+from toolkit.cluster.world.environment import Launch, Launcher
+from toolkit.cluster.world.node_range import NodeRange
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.compose import compose, to_yaml
 from toolkit.plan.types import Device, World
@@ -36,13 +36,13 @@ WORKER = f"""
 import json, os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from toolkit.cluster import standby_server, standbys
-from toolkit.cluster.environment import read_launch
-from toolkit.cluster.relay import hand_over_to_standby
-from toolkit.cluster.standbys import is_standby, wait_for_rank
-from toolkit.cluster.stop_request import SIGNALS, find_launchers
+from toolkit.cluster.standbys import standby_pool, standby_server
+from toolkit.cluster.world.environment import read_launch
+from toolkit.cluster.standbys.relay import hand_over_to_standby
+from toolkit.cluster.standbys.standby_pool import is_standby, wait_for_rank
+from toolkit.cluster.stop.stop_request import SIGNALS, find_launchers
 
-standbys.LOW_PRIORITY = 0  # other tests of a busy machine must not starve them
+standby_pool.LOW_PRIORITY = 0  # other tests of a busy machine must not starve them
 arguments, relay, phases = sys.argv[1:], None, None
 if is_standby(arguments):
     assignment = wait_for_rank(arguments, lambda plan: None)

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from tests.waiting import wait_until
-from toolkit.cluster.attempt_spec import AttemptSpec
-from toolkit.cluster.rank_assignment import RankAssignment
-from toolkit.cluster.rank_processes import rank_variables
-from toolkit.cluster.standbys import StandbyPool
-from toolkit.cluster.stop_request import ProcessHandle
+from toolkit.cluster.attempt.attempt_spec import AttemptSpec
+from toolkit.cluster.attempt.rank_processes import rank_variables
+from toolkit.cluster.standbys.rank_assignment import RankAssignment
+from toolkit.cluster.standbys.standby_pool import StandbyPool
+from toolkit.cluster.stop.stop_request import ProcessHandle
 from toolkit.config.compose import compose, to_yaml
 from toolkit.plan.types import Device, World
 
@@ -30,7 +30,7 @@ SECONDS = 120
 RANK = """
 import json, os, signal, sys
 sys.path.insert(0, {root!r})
-from toolkit.cluster.standbys import wait_for_rank
+from toolkit.cluster.standbys.standby_pool import wait_for_rank
 
 def warm_up(plan):
     print("a library prints")

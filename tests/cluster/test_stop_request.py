@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.stop_request import ProcessHandle, StopRequest, find_launchers, process_start_time
+from toolkit.cluster.stop.stop_request import ProcessHandle, StopRequest, find_launchers, process_start_time
+from toolkit.cluster.world.environment import Launch, Launcher
 
 # Prints "ready", then what it sees; `save`: seconds until it exits after a request.
 WAITER = """
 import sys, time
-from toolkit.cluster import stop_request
-from toolkit.cluster.stop_request import StopRequest, ProcessHandle
+from toolkit.cluster.stop import stop_request
+from toolkit.cluster.stop.stop_request import StopRequest, ProcessHandle
 stop_request.ECHO_SECONDS, stop_request.POLL_SECONDS = 0.5, 0.1
 arm, grace, save, watched = sys.argv[1] == "arm", float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 stop = StopRequest()
@@ -139,8 +139,8 @@ def test_dead_launcher_requests_a_stop(collected: bool) -> None:
 def test_terminated_worker_does_not_stop_the_run() -> None:
     code = """
 import multiprocessing, time
-from toolkit.cluster import stop_request
-from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.stop import stop_request
+from toolkit.cluster.stop.stop_request import StopRequest
 stop_request.POLL_SECONDS = 0.1
 stop = StopRequest(); stop.install(); stop.arm(None)
 worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -156,7 +156,7 @@ print(worker.exitcode, stop())
 
 def test_process_start_time() -> None:
     code = (
-        "import time; time.sleep(0.8); from toolkit.cluster.stop_request import process_start_time\n"
+        "import time; time.sleep(0.8); from toolkit.cluster.stop.stop_request import process_start_time\n"
         "print(process_start_time())"
     )
     before = time.time()
@@ -180,7 +180,7 @@ def test_process_id_includes_start_time() -> None:
 def chain(outer: str, inner: str) -> list[int]:
     """Return which of two ancestor processes with these command lines a rank watches."""
     rank = (
-        "from toolkit.cluster.stop_request import *; import os; "
+        "from toolkit.cluster.stop.stop_request import *; import os; "
         "print(os.getppid(), *[p.pid for p in find_launchers(Launch(launcher=Launcher.DEEPSPEED, ranks=2))])"
     )
     start = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.supervisor import needs_supervisor
+from toolkit.cluster.world.environment import Launch, Launcher
 from toolkit.config.cluster import ClusterConfig
 from toolkit.plan.types import Device, World
 

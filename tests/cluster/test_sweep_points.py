@@ -16,13 +16,13 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 
 from tests.cluster.sweep_points import EIGHT, GIB, LAPTOP, TRAIN, batches, points
-from toolkit.cluster.environment import Launch
-from toolkit.cluster.environment import Launcher as StartedBy
-from toolkit.cluster.job import plan_job
-from toolkit.cluster.rendezvous import PeerExited
+from toolkit.cluster.jobs.job import plan_job
 from toolkit.cluster.sweep import run
 from toolkit.cluster.sweep.points import make_points, point_name
 from toolkit.cluster.sweep.run import refuse_launcher
+from toolkit.cluster.world.environment import Launch
+from toolkit.cluster.world.environment import Launcher as StartedBy
+from toolkit.cluster.world.rendezvous import PeerExited
 from toolkit.config.compose import compose, to_yaml
 from toolkit.config.multirun import BatchRunner, quoted, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, PlanError

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.sweep_points import EIGHT, GIB, LAPTOP, TRAIN, points
-from toolkit.cluster import backends
-from toolkit.cluster.job import JobId, JobState, TrainingJob
+from toolkit.cluster.jobs import backends
+from toolkit.cluster.jobs.job import JobId, JobState, TrainingJob
 from toolkit.cluster.sweep import runners
 from toolkit.cluster.sweep.resources import ResourcePool, compute_resources
 from toolkit.cluster.sweep.runners import LocalRunner, QueueRunner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from toolkit.cluster.tracebacks import format_user_frames, is_user_file
+from toolkit.cluster.attempt.tracebacks import format_user_frames, is_user_file
 from toolkit.errors import UserError
 from toolkit.plan import schedule
 

@@ -26,7 +26,7 @@ from launch import adopt
 from tests.cluster.sweep_points import LAPTOP, points
 from tests.docs.conftest import SHORT_SAMPLES
 from tests.docs.pages import ALL_BLOCKS, COMMANDS, PAGES, ROOT, Command, blocks_of, commands_of, read_blocks
-from toolkit.cluster.job import plan_job
+from toolkit.cluster.jobs.job import plan_job
 from toolkit.commands import in_this_form
 from toolkit.config.compose import compose, compose_plan_arguments, compose_prepare, compose_reshard
 from toolkit.config.overrides import parse_overrides

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Shard, StateReader, TensorInfo, TensorKey
-from toolkit.cluster.machine_info import detect_machine
+from toolkit.cluster.world.machine_info import detect_machine
 from toolkit.config.optim import OptimizerKernel
 from toolkit.config.schema import EngineName, OffloadDevice, Precision
 from toolkit.engine.build import build_engine, open_initial_weights

@@ -33,7 +33,7 @@ from tests.engine.cases import (
 )
 from tests.engine.checks import gather_state, ramped
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
-from toolkit.cluster.machine_info import detect_machine
+from toolkit.cluster.world.machine_info import detect_machine
 from toolkit.config.optim import OptimizerKernel
 from toolkit.config.schema import OffloadDevice
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine

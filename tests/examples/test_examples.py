@@ -20,7 +20,7 @@ import pytest
 
 from tests.cluster.sweep_points import LAPTOP
 from tests.examples.example_runs import EXAMPLES, NAMES, ExampleRun, train_example
-from toolkit.cluster.job import plan_job
+from toolkit.cluster.jobs.job import plan_job
 from toolkit.config.compose import compose
 from toolkit.rows import read_rows
 from toolkit.testing.dist import RankPool, rank_pool

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from toolkit.cluster.machine_info import detect_machine
+from toolkit.cluster.world.machine_info import detect_machine
 from toolkit.plan.types import Device
 from toolkit.testing.dist import RankPool, rank_pool
 

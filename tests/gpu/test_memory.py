@@ -15,7 +15,7 @@ from tests.gpu.runs import sized, text
 from tests.gpu.test_compile import with_keys
 from toolkit.checkpoint.online.writing import HostSnapshot, WriteItem
 from toolkit.checkpoint.shard import WEIGHT, Box, TensorKey
-from toolkit.cluster.process_environment import set_cuda_defaults
+from toolkit.cluster.world.process_environment import set_cuda_defaults
 from toolkit.config.schema import EngineName, OffloadDevice
 from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.plan.types import RunPlan

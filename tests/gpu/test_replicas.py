@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from toolkit.cluster.machine_info import detect_machine
+from toolkit.cluster.world.machine_info import detect_machine
 from toolkit.engine.hashing import hash_tensors
 from toolkit.observe.replicas import PendingHashes
 from toolkit.plan.devices import find_gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.runs import sized, text
-from toolkit.cluster.machine_info import detect_machine
+from toolkit.cluster.world.machine_info import detect_machine
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.monitor.throughput import Throughput

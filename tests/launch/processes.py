@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from tests.waiting import wait_until
-from toolkit.cluster.rank_processes import find_free_port
-from toolkit.cluster.standbys import STANDBY
+from toolkit.cluster.attempt.rank_processes import find_free_port
+from toolkit.cluster.standbys.standby_pool import STANDBY
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.processes import TRAIN, RunningCommand, command, read_status
 from tests.launch.tiny_runs import KEYS, STEPS, read_losses
-from toolkit.cluster.requeue import JobBaseline, NextAction, StopSignal, decide_requeue, read_outcome
+from toolkit.cluster.jobs.requeue import JobBaseline, NextAction, StopSignal, decide_requeue, read_outcome
 from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState

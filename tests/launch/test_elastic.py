@@ -19,7 +19,7 @@ from tests.cluster.metadata_server import Metadata
 from tests.launch.processes import BIN, ROOT, RunningCommand, read_status, send_signal
 from tests.launch.tiny_runs import read_losses
 from toolkit.checkpoint_folder import committed_checkpoints
-from toolkit.cluster.rank_processes import find_free_port
+from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.config.compose import compose
 from toolkit.estimate.plan_report import to_json
 from toolkit.goodput import AttemptTimes, read_times

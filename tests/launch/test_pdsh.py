@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import BIN
-from toolkit.cluster.rank_processes import find_free_port
+from toolkit.cluster.attempt.rank_processes import find_free_port
 
 pytestmark = [
     pytest.mark.full,

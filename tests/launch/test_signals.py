@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import FAKE, RunningCommand, command, read_status, send_signal
-from toolkit.cluster.stop_request import ECHO_SECONDS
+from toolkit.cluster.stop.stop_request import ECHO_SECONDS
 from toolkit.goodput import read_times
 from toolkit.rundir.directory import LOST_END, RunDirectory
 from toolkit.rundir.status import RunState, Status

@@ -17,9 +17,9 @@ import pytest
 from tests.launch.processes import FAKE, ROOT, TRAIN, command, read_status
 from tests.launch.slurm import Slurm, loopback_slurm, missing
 from tests.waiting import wait_until
-from toolkit.cluster import submission
-from toolkit.cluster.backends import slurm as backend
-from toolkit.cluster.job import JobId, JobState, TrainingJob, create_job, plan_job
+from toolkit.cluster.jobs import submission
+from toolkit.cluster.jobs.backends import slurm as backend
+from toolkit.cluster.jobs.job import JobId, JobState, TrainingJob, create_job, plan_job
 from toolkit.config.compose import compose
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState

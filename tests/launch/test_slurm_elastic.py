@@ -19,7 +19,7 @@ from tests.launch.slurm import EVERY, Slurm, loopback_slurm, missing
 from tests.launch.test_elastic import KEYS, SAVE_EVERY, train_unbroken
 from tests.launch.tiny_runs import read_losses
 from tests.waiting import wait_until
-from toolkit.cluster import submission
+from toolkit.cluster.jobs import submission
 from toolkit.goodput import read_times
 from toolkit.rundir.excluded_hosts import SLURM_JOB, ExcludedHost, exclude_hosts
 from toolkit.rundir.status import RunState

@@ -13,7 +13,7 @@ import pytest
 
 from tests.data.data_folders import documents, make_folder
 from tests.plan.cases import CPU, run_config
-from toolkit.cluster.job import resolve_from_files
+from toolkit.cluster.jobs.job import resolve_from_files
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.config.numbers import parse_count, parse_percent
 from toolkit.config.schema import BatchRampConfig, TrainConfig

@@ -72,7 +72,7 @@ def _run(name: str, arguments: list[str]) -> int:
         return ExitCode.USER
     code: int = importlib.import_module(f"{MODULES}.{name}").main(arguments)
     if name in WITH_THREADS:
-        from toolkit.cluster.exit_handling import exit_now
+        from toolkit.cluster.attempt.exit_handling import exit_now
 
         exit_now(code)
     return code

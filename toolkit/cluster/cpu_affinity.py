@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.cluster.doctor.host import parse_cpu_list
-from toolkit.cluster.machine_info import GpuInfo
+from toolkit.cluster.world.machine_info import GpuInfo
 
 log = logging.getLogger(__name__)
 

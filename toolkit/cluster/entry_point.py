@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from toolkit.cluster.environment import read_launch
-from toolkit.cluster.exit_handling import ExitHandler
+from toolkit.cluster.attempt.exit_handling import ExitHandler
 from toolkit.cluster.launch_process import RunCallbacks, launch_process
-from toolkit.cluster.relay import hand_over_to_standby
-from toolkit.cluster.standbys import is_standby, wait_for_rank
-from toolkit.cluster.stop_request import StopRequest, find_launchers
+from toolkit.cluster.standbys.relay import hand_over_to_standby
+from toolkit.cluster.standbys.standby_pool import is_standby, wait_for_rank
+from toolkit.cluster.stop.stop_request import StopRequest, find_launchers
+from toolkit.cluster.world.environment import read_launch
 from toolkit.logs import configure_logging
 
 

@@ -8,20 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from toolkit.cluster.agent_snapshot_folder import agent_snapshot_folder
-from toolkit.cluster.attempt_spec import AttemptSpec, log_start, start_attempt
+from toolkit.cluster.attempt.agent_snapshot_folder import agent_snapshot_folder
+from toolkit.cluster.attempt.attempt_spec import AttemptSpec, log_start, start_attempt
+from toolkit.cluster.attempt.exit_handling import ExitHandler
+from toolkit.cluster.attempt.output_log import tee_output
 from toolkit.cluster.cpu_affinity import bind_to_gpu
-from toolkit.cluster.elastic_stop import SAVE_SECONDS, agree_after_stop
-from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.exit_handling import ExitHandler
-from toolkit.cluster.machine_info import MachineInfo, detect_machine
-from toolkit.cluster.output_log import tee_output
-from toolkit.cluster.preemption import watch_preemption
-from toolkit.cluster.process_environment import set_cuda_defaults, set_run_defaults, set_thread_default
-from toolkit.cluster.rendezvous import Rendezvous
-from toolkit.cluster.standby_server import count_standbys_of_launch, start_standbys_after_first_step
-from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.standbys.standby_server import count_standbys_of_launch, start_standbys_after_first_step
+from toolkit.cluster.stop.elastic_stop import SAVE_SECONDS, agree_after_stop
+from toolkit.cluster.stop.preemption import watch_preemption
+from toolkit.cluster.stop.stop_request import StopRequest
 from toolkit.cluster.supervisor import needs_supervisor, supervise_ranks
+from toolkit.cluster.world.environment import Launch, Launcher
+from toolkit.cluster.world.machine_info import MachineInfo, detect_machine
+from toolkit.cluster.world.process_environment import set_cuda_defaults, set_run_defaults, set_thread_default
+from toolkit.cluster.world.rendezvous import Rendezvous
 from toolkit.commands import python_arguments
 from toolkit.config.cluster import ClusterBackend
 from toolkit.config.schema import RunConfig

@@ -12,14 +12,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.cluster.attempt_spec import AttemptSpec, start_next_attempt
-from toolkit.cluster.environment import HANDOVER, Launch, Launcher
-from toolkit.cluster.exit_handling import ExitHandler
-from toolkit.cluster.output_log import tee_output
-from toolkit.cluster.rank_assignment import RankAssignment
-from toolkit.cluster.rank_processes import POLL_SECONDS, RankProcesses
-from toolkit.cluster.standbys import StandbyPool, count_standbys
-from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.attempt.attempt_spec import AttemptSpec, start_next_attempt
+from toolkit.cluster.attempt.exit_handling import ExitHandler
+from toolkit.cluster.attempt.output_log import tee_output
+from toolkit.cluster.attempt.rank_processes import POLL_SECONDS, RankProcesses
+from toolkit.cluster.standbys.rank_assignment import RankAssignment
+from toolkit.cluster.standbys.standby_pool import StandbyPool, count_standbys
+from toolkit.cluster.stop.stop_request import StopRequest
+from toolkit.cluster.world.environment import HANDOVER, Launch, Launcher
 from toolkit.commands import python_arguments
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.schema import RunConfig

@@ -21,7 +21,7 @@ class Device(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The machines of a run: detected by ``cluster/environment.py`` or described by ``cluster.*``."""
+    """The machines of a run: detected by ``cluster/world/environment.py`` or described by ``cluster.*``."""
 
     ranks: int
     ranks_per_node: int

@@ -11,7 +11,7 @@
                                                attempt repeated
     attempts/001/restart.json                  the phases of the restart that started the attempt
     attempts/001/{hang.txt,hang/}              if the attempt ended because it made no progress
-    jobs/001/                                  of a submitted run: toolkit/cluster/job.py
+    jobs/001/                                  of a submitted run: toolkit/cluster/jobs/job.py
     fork.json                                  the parent of a forked run
     lock                                       locked while a process runs here
 

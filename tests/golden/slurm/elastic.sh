@@ -25,7 +25,7 @@ endpoint="${address:-$first}:$((20000 + SLURM_JOB_ID % 10000))"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it, no node can join later
 {
   trap '' TERM
-  "$python" -m toolkit.cluster.rendezvous_server "${endpoint##*:}" --id="$SLURM_JOB_ID" ||
+  "$python" -m toolkit.cluster.jobs.rendezvous_server "${endpoint##*:}" --id="$SLURM_JOB_ID" ||
     while scancel --signal=TERM "$SLURM_JOB_ID"; do sleep 10; done  # no agent can go on without it
 } &
 server=$!
@@ -38,7 +38,7 @@ export PET_LOCAL_ADDR=${own%% *} PET_RDZV_CONF=is_host=0,keep_alive_interval=2,l
 code=$?
 trap "" TERM INT HUP USR1 USR2
 # Requeue the job if nothing else can. Then srun, which would print this output, has gone too.
-"$1" -m toolkit.cluster.requeue_after_node_loss "$0" >> "$output" 2>&1
+"$1" -m toolkit.cluster.jobs.requeue_after_node_loss "$0" >> "$output" 2>&1
 exit "$code"'
 task=(bash -c "$node" "$endpoint" "$addresses" "$folder/output.txt" "$python" -u
   -m torch.distributed.run --nnodes=2:4 --nproc-per-node=8
@@ -56,4 +56,4 @@ if [ "$asked" = none ]; then
 fi
 trap '' TERM INT  # the decision below must not be interrupted
 kill -KILL "$server" 2>/dev/null  # all agents have ended, and the server ends with its parent process
-"$python" -m toolkit.cluster.requeue "$folder" --asked="$asked" --code="$code"
+"$python" -m toolkit.cluster.jobs.requeue "$folder" --asked="$asked" --code="$code"

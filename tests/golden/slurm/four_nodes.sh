@@ -44,4 +44,4 @@ if [ "$asked" = none ]; then
   done
 fi
 trap '' TERM INT  # the decision below must not be interrupted
-"$python" -m toolkit.cluster.requeue "$folder" --asked="$asked" --code="$code"
+"$python" -m toolkit.cluster.jobs.requeue "$folder" --asked="$asked" --code="$code"

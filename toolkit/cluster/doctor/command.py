@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cluster.attempt_spec import AttemptSpec
+from toolkit.cluster.attempt.attempt_spec import AttemptSpec
+from toolkit.cluster.attempt.exit_handling import ExitHandler
+from toolkit.cluster.attempt.rank_processes import RankProcesses
 from toolkit.cluster.doctor import cross_node, network, planned_run
 from toolkit.cluster.doctor.data_access import DataReadResult, make_data_check
 from toolkit.cluster.doctor.planned_run import DoctorTarget
@@ -26,13 +28,11 @@ from toolkit.cluster.doctor.preflight import (
 )
 from toolkit.cluster.doctor.timeout import call_with_timeout
 from toolkit.cluster.doctor.types import CheckFinding, CheckVerdict, DoctorCheck, DoctorReport, MachineReport
-from toolkit.cluster.environment import HANDOVER, Launch, Launcher
-from toolkit.cluster.exit_handling import ExitHandler
-from toolkit.cluster.machine_info import MachineInfo, detect_machine
-from toolkit.cluster.process_environment import set_defaults, set_thread_default
-from toolkit.cluster.rank_processes import RankProcesses
-from toolkit.cluster.rendezvous import PeerExited, Rendezvous
-from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.stop.stop_request import StopRequest
+from toolkit.cluster.world.environment import HANDOVER, Launch, Launcher
+from toolkit.cluster.world.machine_info import MachineInfo, detect_machine
+from toolkit.cluster.world.process_environment import set_defaults, set_thread_default
+from toolkit.cluster.world.rendezvous import PeerExited, Rendezvous
 from toolkit.commands import python_arguments
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from toolkit.cluster.doctor.types import CheckFinding, DoctorCheck, RunRequirements, ok, warn
-from toolkit.cluster.machine_info import detect_machine
-from toolkit.cluster.process_environment import add_ninja_to_path
+from toolkit.cluster.world.machine_info import detect_machine
+from toolkit.cluster.world.process_environment import add_ninja_to_path
 from toolkit.config.schema import EngineName
 from toolkit.plan.transformer_engine import COST, TESTED, fits_megatron, install_command
 from toolkit.plan.types import Device

@@ -21,7 +21,7 @@ from toolkit.cluster.doctor.types import (
     unknown,
     warn,
 )
-from toolkit.cluster.machine_info import GpuInfo, select_visible_gpus, torch_cuda
+from toolkit.cluster.world.machine_info import GpuInfo, select_visible_gpus, torch_cuda
 from toolkit.commands import command_line
 from toolkit.plan.types import Device
 

@@ -44,7 +44,7 @@ def resolve(host: str) -> tuple[str, ...]:
 def assess_name(name: HostName, requirements: RunRequirements) -> Iterator[CheckFinding]:
     several = requirements.nodes > 1
     if not name.addresses and several:
-        # Only a warning, since gloo and NCCL get an explicit interface (cluster/process_environment.py);
+        # Only a warning, since gloo and NCCL get an explicit interface (world/process_environment.py);
         # torchrun passes this name on.
         yield warn(
             f"{name.host} does not resolve",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.cluster.attempt_spec import AttemptSpec, load_config
+from toolkit.cluster.attempt.attempt_spec import AttemptSpec, load_config
 from toolkit.cluster.doctor.gpus import DRIVER_HANGS_REMEDY
 from toolkit.cluster.doctor.types import RunRequirements, compute_requirements
-from toolkit.cluster.environment import Launch, check_startable, detect_world
-from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.world.environment import Launch, check_startable, detect_world
+from toolkit.cluster.world.machine_info import MachineInfo
 from toolkit.config.schema import RunConfig
 from toolkit.errors import Problem, UserError
 from toolkit.plan.types import Device, RunPlan, World

@@ -19,8 +19,8 @@ from toolkit.cluster.doctor.types import (
     compute_requirements,
     warn,
 )
-from toolkit.cluster.environment import Launch
-from toolkit.cluster.rendezvous import Rendezvous
+from toolkit.cluster.world.environment import Launch
+from toolkit.cluster.world.rendezvous import Rendezvous
 from toolkit.errors import InputError, Problem
 from toolkit.plan.types import RunPlan
 

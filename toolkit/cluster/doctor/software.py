@@ -14,7 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
 from toolkit.cluster.doctor.types import CheckFinding, DoctorCheck, RunRequirements, fail, ok, warn
-from toolkit.cluster.machine_info import torch_cuda
+from toolkit.cluster.world.machine_info import torch_cuda
 from toolkit.config.schema import EngineName
 from toolkit.plan.types import Device
 

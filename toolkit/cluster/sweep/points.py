@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit.cluster import backends
-from toolkit.cluster.environment import Launch, check_startable
-from toolkit.cluster.job import create_job, plan_job
-from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.jobs import backends
+from toolkit.cluster.jobs.job import create_job, plan_job
+from toolkit.cluster.world.environment import Launch, check_startable
+from toolkit.cluster.world.machine_info import MachineInfo
 from toolkit.config.cluster import ClusterBackend
 from toolkit.config.multirun import OWN, SweepArguments, quoted
 from toolkit.errors import ConfigError, PlanError, Problem, Severity, UserError, without_secrets

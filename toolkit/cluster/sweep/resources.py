@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.cluster.machine_info import MachineInfo
 from toolkit.cluster.sweep.points import planned_host_bytes
+from toolkit.cluster.world.machine_info import MachineInfo
 from toolkit.errors import InputError, Problem
 from toolkit.plan.types import Device, RunPlan
 

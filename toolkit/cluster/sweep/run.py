@@ -16,14 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.machine_info import detect_machine
-from toolkit.cluster.rendezvous import PeerExited
-from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.stop.stop_request import StopRequest
 from toolkit.cluster.sweep import report
 from toolkit.cluster.sweep.points import SweepPoint, all_refused_error, make_points, point_name
 from toolkit.cluster.sweep.runners import PointHandle, PointRunner, make_runner
 from toolkit.cluster.sweep.store import PointRow, PointState, SweepStore, is_done, make_row, read_result
+from toolkit.cluster.world.environment import Launch, Launcher
+from toolkit.cluster.world.machine_info import detect_machine
+from toolkit.cluster.world.rendezvous import PeerExited
 from toolkit.commands import command_line
 from toolkit.config.cluster import ClusterBackend
 from toolkit.config.multirun import BatchRunner, SweepArguments, read_sweep, run_sweeper

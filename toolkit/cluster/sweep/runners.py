@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from toolkit.cluster import backends, submission
-from toolkit.cluster.backends import local
-from toolkit.cluster.job import JobId, JobState, create_job, create_job_folder, write_files
-from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.jobs import backends, submission
+from toolkit.cluster.jobs.backends import local
+from toolkit.cluster.jobs.job import JobId, JobState, create_job, create_job_folder, write_files
 from toolkit.cluster.sweep.points import SweepPoint
 from toolkit.cluster.sweep.resources import Reservation, ResourcePool, compute_resources
 from toolkit.cluster.sweep.store import is_done
+from toolkit.cluster.world.machine_info import MachineInfo
 from toolkit.config.cluster import ClusterBackend
 from toolkit.errors import InputError
 

@@ -1,0 +1,8 @@
+"""One attempt of a run, from its start to its exit codes.
+
+attempt_spec.py             the configuration, composed once and frozen for all ranks
+rank_processes.py           the ranks of one machine as processes
+agent_snapshot_folder.py    the folder for snapshots in memory that the next attempt reads, under torchrun
+output_log.py               the log
+exit_handling.py            the exit code and the final status; tracebacks.py shortens the error output
+"""
