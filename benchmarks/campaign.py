@@ -108,11 +108,9 @@ class Campaign:
         cases = self.cases(max(count, PLANNED_CASES))
         recorded = read_records(self.records, self.seed, cases) if self.records is not None else []
         own = list(read_rows(self.rows_file))
-        differing = differing_rows(own, cases)
+        differing = differing_rows(own, self.seed, cases)
         if differing:
-            print(
-                f"{self.rows_file}: the rows {differing} belong to other cases and do not count", flush=True
-            )
+            print(f"{self.rows_file}: rows {differing} are of other cases and do not count", flush=True)
         own = [row for row in own if row["number"] not in differing]
         return {row["number"]: row for row in (*recorded, *own)}
 
@@ -155,15 +153,15 @@ class Campaign:
         """
         rows = self.rows(count)
         waiting = [case for case in self.cases(count) if case.number not in rows]
+        self.record(rows)
         began = time.monotonic()
         for index, case in enumerate(waiting):
-            if time.monotonic() - began > 60 * minutes:
+            if time.monotonic() - began >= 60 * minutes:
                 print(f"{len(waiting) - index} cases are left after {minutes:g} minutes", flush=True)
                 break
             row = self.finish(case, rows)
             left = (time.monotonic() - began) / (index + 1) * (len(waiting) - index - 1)
             print(f"{describe_row(row)}; {len(waiting) - index - 1} left, {duration(left)}", flush=True)
-        self.record(rows)
         return [row for number, row in sorted(rows.items()) if number < count]
 
     def finish(self, case: Case, rows: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -177,10 +175,9 @@ class Campaign:
     def record(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
         """Write the rows and their table, if this campaign is recorded."""
         if self.records is not None and rows:
-            write_records(self.records, rows.values())
-            write_whole(
-                self.page, replace_table(self.page.read_text(encoding="utf-8"), table([*rows.values()]))
-            )
+            recorded = write_records(self.records, rows.values())
+            page = replace_table(self.page.read_text(encoding="utf-8"), table(recorded))
+            write_whole(self.page, page)
 
     def repeat(self, number: int) -> dict[str, Any]:
         """Run a case again and return its row, which replaces an earlier one."""

@@ -20,7 +20,7 @@ from toolkit.cluster.rank_processes import find_free_port
 SCRIPT = ROOT / "benchmarks" / "harness" / "restarting_baseline.py"
 KILLS = {"rank-killed": 1, "two-ranks-killed": 2}
 STEP_LIMIT_SECONDS, RECOVERY_LIMIT_SECONDS = 120.0, 60.0  # until the fault; from then to a new step
-# Without it torchrun of torch 2.13 gives restarted ranks the store of the dead ones, and most never connect.
+# Without it torchrun of torch 2.13 gives restarted ranks the store of the dead ones, and many do not connect.
 # Only the c10d rendezvous reads it: with --master_port the store is always shared.
 ENVIRON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 MODEL = {

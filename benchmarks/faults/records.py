@@ -38,7 +38,7 @@ def _rounded(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
 
 
-def differing_rows(rows: Iterable[Mapping[str, Any]], cases: Sequence[Case]) -> list[int]:
+def differing_rows(rows: Iterable[Mapping[str, Any]], campaign_seed: int, cases: Sequence[Case]) -> list[int]:
     """Return the numbers of the rows whose case differs from the case that has the number now.
 
     The classes, the layouts and the code that chooses the cases decide it.
@@ -46,7 +46,8 @@ def differing_rows(rows: Iterable[Mapping[str, Any]], cases: Sequence[Case]) -> 
     return [
         row["number"]
         for row in rows
-        if row["number"] >= len(cases)
+        if row.get("campaign_seed") != campaign_seed
+        or row["number"] >= len(cases)
         or any(row.get(name) != value for name, value in cases[row["number"]].to_json().items())
     ]
 
@@ -67,7 +68,7 @@ def read_records(file: Path, campaign_seed: int, cases: Sequence[Case]) -> list[
         seen = f"{file}: rows of seed {', '.join(map(str, sorted(seeds)))}"
         rule = f"recorded rows that a campaign continues have its seed, {campaign_seed}"
         raise InputError(Problem("--record", seen, rule, remedy))
-    differing = differing_rows(rows, cases)
+    differing = differing_rows(rows, campaign_seed, cases)
     if differing:
         seen = f"{file}: {len(differing)} rows of other cases, the first of them number {differing[0]}"
         rule = "each recorded row has the case that the seed, classes and layouts choose for its number"
@@ -75,8 +76,8 @@ def read_records(file: Path, campaign_seed: int, cases: Sequence[Case]) -> list[
     return rows
 
 
-def write_records(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a file by what is recorded of ``rows``, of which the last with a number counts."""
-    by_number = {row["number"]: record_of(row) for row in rows}
-    lines = [json.dumps(by_number[number], separators=(",", ":")) + "\n" for number in sorted(by_number)]
-    write_whole(file, "".join(lines))
+def write_records(file: Path, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Replace a file by what is recorded of ``rows``, and return that in the order of the numbers."""
+    recorded = sorted((record_of(row) for row in rows), key=lambda row: row["number"])
+    write_whole(file, "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in recorded))
+    return recorded

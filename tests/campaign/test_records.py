@@ -59,7 +59,7 @@ def test_rows_of_other_cases_in_the_folder_do_not_count(
     Campaign(8, tmp_path, [], []).go_on(2)
     Campaign(7, tmp_path, [], []).go_on(3)
     assert ran == [0, 1, 0, 1, 2]
-    assert "rows [0, 1] belong to other cases and do not count" in capsys.readouterr().out
+    assert "rows [0, 1] are of other cases and do not count" in capsys.readouterr().out
 
 
 def test_campaign_continues_after_recorded_rows_in_a_new_folder(
