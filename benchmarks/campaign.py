@@ -40,7 +40,7 @@ from benchmarks.faults.cases import DISTRIBUTED, LAYOUTS, PLANNED_CASES, Case, C
 from benchmarks.faults.catalogue import FAULTS, LEFT_OUT, possible_faults  # noqa: E402
 from benchmarks.faults.live_run import release_folder  # noqa: E402
 from benchmarks.faults.plain_deepspeed import can_run_without_toolkit, run_without_toolkit  # noqa: E402
-from benchmarks.faults.records import differing_rows, read_records, write_records  # noqa: E402
+from benchmarks.faults.records import is_current, read_records, write_records  # noqa: E402
 from benchmarks.faults.report import replace_table, table  # noqa: E402
 from benchmarks.faults.run import run_case, unbroken_losses  # noqa: E402
 from toolkit.data.tokens.stdlib import ensure_stdlib  # noqa: E402
@@ -107,11 +107,11 @@ class Campaign:
         """
         cases = self.cases(max(count, PLANNED_CASES))
         recorded = read_records(self.records, self.seed, cases) if self.records is not None else []
-        own = list(read_rows(self.rows_file))
-        differing = differing_rows(own, self.seed, cases)
-        if differing:
-            print(f"{self.rows_file}: rows {differing} are of other cases and do not count", flush=True)
-        own = [row for row in own if row["number"] not in differing]
+        found = list(read_rows(self.rows_file))
+        own = [row for row in found if is_current(row, self.seed, cases)]
+        if len(own) < len(found):
+            left = len(found) - len(own)
+            print(f"{self.rows_file}: {left} rows are of other cases and do not count", flush=True)
         return {row["number"]: row for row in (*recorded, *own)}
 
     def run(self, case: Case) -> dict[str, Any]:

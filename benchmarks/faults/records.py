@@ -38,18 +38,14 @@ def _rounded(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
 
 
-def differing_rows(rows: Iterable[Mapping[str, Any]], campaign_seed: int, cases: Sequence[Case]) -> list[int]:
-    """Return the numbers of the rows whose case differs from the case that has the number now.
+def is_current(row: Mapping[str, Any], campaign_seed: int, cases: Sequence[Case]) -> bool:
+    """Return whether a row is of the case that has its number now.
 
-    The classes, the layouts and the code that chooses the cases decide it.
+    The seed, the classes, the layouts and the code that chooses the cases decide it.
     """
-    return [
-        row["number"]
-        for row in rows
-        if row.get("campaign_seed") != campaign_seed
-        or row["number"] >= len(cases)
-        or any(row.get(name) != value for name, value in cases[row["number"]].to_json().items())
-    ]
+    if row.get("campaign_seed") != campaign_seed or row["number"] >= len(cases):
+        return False
+    return all(row.get(name) == value for name, value in cases[row["number"]].to_json().items())
 
 
 def read_records(file: Path, campaign_seed: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -68,7 +64,7 @@ def read_records(file: Path, campaign_seed: int, cases: Sequence[Case]) -> list[
         seen = f"{file}: rows of seed {', '.join(map(str, sorted(seeds)))}"
         rule = f"recorded rows that a campaign continues have its seed, {campaign_seed}"
         raise InputError(Problem("--record", seen, rule, remedy))
-    differing = differing_rows(rows, campaign_seed, cases)
+    differing = [row["number"] for row in rows if not is_current(row, campaign_seed, cases)]
     if differing:
         seen = f"{file}: {len(differing)} rows of other cases, the first of them number {differing[0]}"
         rule = "each recorded row has the case that the seed, classes and layouts choose for its number"

@@ -59,7 +59,9 @@ def test_rows_of_other_cases_in_the_folder_do_not_count(
     Campaign(8, tmp_path, [], []).go_on(2)
     Campaign(7, tmp_path, [], []).go_on(3)
     assert ran == [0, 1, 0, 1, 2]
-    assert "rows [0, 1] are of other cases and do not count" in capsys.readouterr().out
+    Campaign(7, tmp_path, [], []).go_on(3)
+    assert ran == [0, 1, 0, 1, 2]
+    assert "2 rows are of other cases and do not count" in capsys.readouterr().out
 
 
 def test_campaign_continues_after_recorded_rows_in_a_new_folder(
@@ -100,12 +102,12 @@ def test_recorded_rows_of_other_cases_are_refused(tmp_path: Path, page: Path, ra
         campaign(tmp_path, "two", page, seed=8).go_on(2)
     with pytest.raises(InputError, match=r"2 rows of other cases, the first of them number 0"):
         campaign(tmp_path, "two", page, classes="rank-killed").go_on(2)
-    moved = before.replace('"moment":1', '"moment":0.1', 1)
-    assert moved != before
-    (tmp_path / "campaign.jsonl").write_text(moved)
+    changed = before.replace("torchrun", "deepspeed", 1)
+    assert changed != before
+    (tmp_path / "campaign.jsonl").write_text(changed)
     with pytest.raises(InputError, match="1 rows of other cases"):
         campaign(tmp_path, "two", page).go_on(3)
-    assert (ran, (tmp_path / "campaign.jsonl").read_text()) == ([0, 1], moved)
+    assert (ran, (tmp_path / "campaign.jsonl").read_text()) == ([0, 1], changed)
 
 
 def test_repeated_case_replaces_its_row(tmp_path: Path, page: Path, ran: list[int]) -> None:
