@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+PLANNED_CASES = 500  # of a campaign
 STEPS, SAVE_EVERY, BATCH = 20, 5, 24  # BATCH divides among 2, 3, 4 and 8 data ranks
 MEMORY_EVERY = 2  # steps between two snapshots in memory, of runs that take them
-STEP_SECONDS = 0.1  # the pause after each step, which leaves time to inject a fault between two steps
+STEP_SECONDS = (
+    0.1  # the pause after each step from the fault on, which leaves time to inject it between two steps
+)
 LAUNCHERS = ("python", "torchrun", "deepspeed")
 PARENT = "python"  # the launcher whose parent process can keep standbys and snapshots in memory
 MOST_WARM_RANKS = 4  # eight ranks and eight standbys would share two cores

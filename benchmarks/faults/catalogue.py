@@ -1,6 +1,6 @@
 """The classes of faults: how each is injected, and how the run must end.
 
-To add a class, append a ``FaultClass`` to ``FAULTS``. Its functions receive the live run (``run.py``):
+To add a class, append a ``FaultClass`` to ``FAULTS``. Its functions receive the live run (``live_run.py``):
 processes, folder, checkpoints, and orders for the ranks (``instrumentation.py``). ``LEFT_OUT`` lists the
 faults that this campaign does not have, with the reason.
 """
@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING
 
 from benchmarks.faults.cases import LAUNCHERS, PARENT, STEPS
 from benchmarks.faults.damage import (
@@ -29,10 +28,8 @@ from benchmarks.faults.damage import (
     restore_byte,
     restore_sole_checkpoint,
 )
+from benchmarks.faults.live_run import LiveRun
 from benchmarks.faults.processes import why_no_lossy_link_between_nodes, why_no_nodes
-
-if TYPE_CHECKING:
-    from benchmarks.faults.run import LiveRun
 
 HANG_SECONDS = 6  # of classes that wait for the watchdog
 SHORT_SECONDS = 1.5  # a pause that no timeout notices
@@ -54,7 +51,7 @@ class Expected(StrEnum):
     STOPPED = "stopped"  # the command ends with a reason, and the same command finishes the run later
 
 
-Action = Callable[["LiveRun"], None]
+Action = Callable[[LiveRun], None]
 
 
 def nothing(run: LiveRun) -> None:

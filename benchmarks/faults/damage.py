@@ -7,13 +7,10 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.faults.cases import SAVE_EVERY
+from benchmarks.faults.live_run import LiveRun
 from toolkit import checkpoint_folder
-
-if TYPE_CHECKING:
-    from benchmarks.faults.run import LiveRun
 
 
 def invert_byte(file: Path, place: int) -> None:

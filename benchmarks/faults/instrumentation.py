@@ -27,7 +27,7 @@ import torch
 from toolkit import Hook, NextTokenTask
 from toolkit.hooks import CompletedStep
 
-FOLDER, PAUSE = "FAULT_RECORDS", "FAULT_STEP_SECONDS"
+FOLDER, PAUSE, FIRST_PAUSE = "FAULT_RECORDS", "FAULT_STEP_SECONDS", "FAULT_FIRST_PAUSE"
 HOLD = "hold"
 CLOCK_JUMP_SECONDS = 3600.0
 SLOW_SYNC_SECONDS = 0.5
@@ -115,7 +115,7 @@ class InstrumentedTask(NextTokenTask):
 
 
 class InstrumentationHook(Hook):
-    """Record the ends of steps, pause after each, and obey orders."""
+    """Record the ends of steps, pause after each from the step of the fault on, and obey orders."""
 
     def on_start(self, step: int) -> None:
         record = recording()
@@ -137,7 +137,8 @@ class InstrumentationHook(Hook):
             case "sync":
                 slow_down_sync()
         record.wait_while_held(completed.step)
-        time.sleep(float(os.environ.get(PAUSE, "0")))
+        if completed.step >= int(os.environ.get(FIRST_PAUSE, "0")):
+            time.sleep(float(os.environ.get(PAUSE, "0")))
 
 
 def exhaust_memory() -> None:

@@ -12,14 +12,16 @@ from typing import Any
 from uuid import uuid4
 
 from benchmarks.faults.cases import BATCH, LAYOUTS, SAVE_EVERY, STEP_SECONDS, STEPS, Case
-from benchmarks.faults.processes import POLL_SECONDS, ROOT, kill_all, launch_command, start
+from benchmarks.faults.other_load import OtherLoad
+from benchmarks.faults.processes import BIN, POLL_SECONDS, ROOT, kill_all, start
 from benchmarks.faults.recovery import read_rank_records
 from toolkit.cluster.attempt.rank_processes import find_free_port
 
 SCRIPT = ROOT / "benchmarks" / "harness" / "restarting_baseline.py"
 KILLS = {"rank-killed": 1, "two-ranks-killed": 2}
 STEP_LIMIT_SECONDS, RECOVERY_LIMIT_SECONDS = 120.0, 60.0  # until the fault; from then to a new step
-# Without it torchrun of torch 2.13 gives restarted ranks the store of the dead ones, and they never connect.
+# Without it torchrun of torch 2.13 gives restarted ranks the store of the dead ones, and many do not connect.
+# Only the c10d rendezvous reads it: with --master_port the store is always shared.
 ENVIRON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 MODEL = {
     "hidden_size": 32,
@@ -38,8 +40,11 @@ def can_run_without_toolkit(case: Case) -> bool:
 
 
 def run_without_toolkit(case: Case, folder: Path) -> dict[str, Any] | None:
-    """Kill the same number of ranks at the same step; return the ``seconds`` to the next new step, or None as
-    its value if the run did not recover. Returns None if the run had ended before the fault.
+    """Kill the same number of ranks at the same step.
+
+    Returns:
+        ``seconds`` to the next new step, None if the run did not recover, and ``other_cores`` as in the row
+        of a case; or None if the run had ended before the fault.
     """
     folder.mkdir(parents=True)
     layout = LAYOUTS[case.layout]
@@ -51,11 +56,21 @@ def run_without_toolkit(case: Case, folder: Path) -> dict[str, Any] | None:
         "steps": STEPS,
         "save_every": SAVE_EVERY,
         "step_seconds": STEP_SECONDS,
+        "first_pause": 1 + int(case.moment),
         "folder": str(folder),
     }
     (folder / "spec.json").write_text(json.dumps(spec))
-    argv = launch_command("torchrun", SCRIPT, [str(folder / "spec.json")], layout.ranks, find_free_port())
+    argv = [
+        str(BIN / "torchrun"),
+        f"--nproc_per_node={layout.ranks}",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{find_free_port()}",
+        str(SCRIPT),
+        str(folder / "spec.json"),
+    ]
     mark = uuid4().hex
+    others = OtherLoad(mark)
     started = start(argv, folder / "output.txt", mark, {**ENVIRON, "TMPDIR": str(folder)})
 
     def rows(after: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -73,17 +88,19 @@ def run_without_toolkit(case: Case, folder: Path) -> dict[str, Any] | None:
         return holds()
 
     try:
-        if not wait(lambda: len(rows()) > int(case.moment), STEP_LIMIT_SECONDS):
-            return None
-        time.sleep(STEP_SECONDS * (case.moment % 1))
-        ranks = started.ranks()
-        if len(ranks) < layout.ranks:
-            return None
-        moment, hit = time.time(), rows()[-1]
-        for rank in random.Random(case.seed).sample(sorted(ranks), KILLS[case.fault]):
-            ranks[rank].send_signal(signal.SIGKILL)
-        recovered = wait(lambda: bool(rows(after=hit)), RECOVERY_LIMIT_SECONDS)
-        return {"seconds": rows(after=hit)[0]["time"] - moment if recovered else None}
+        with others:
+            if not wait(lambda: len(rows()) > int(case.moment), STEP_LIMIT_SECONDS):
+                return None
+            time.sleep(STEP_SECONDS * (case.moment % 1))
+            ranks = started.ranks()
+            if len(ranks) < layout.ranks:
+                return None
+            moment, hit = time.time(), rows()[-1]
+            for rank in random.Random(case.seed).sample(sorted(ranks), KILLS[case.fault]):
+                ranks[rank].send_signal(signal.SIGKILL)
+            recovered = wait(lambda: bool(rows(after=hit)), RECOVERY_LIMIT_SECONDS)
+            seconds = rows(after=hit)[0]["time"] - moment if recovered else None
+            return {"seconds": seconds, "other_cores": others.cores()}
     finally:
         kill_all(mark)
         for launcher in started.launchers:

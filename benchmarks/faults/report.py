@@ -1,32 +1,59 @@
-"""Summarise the rows of a campaign by class: a table, and the JSON for benchmarks/results."""
+"""The tables of a campaign, from the rows of its cases: by kind of restart and by class of faults."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.faults.cases import LAYOUTS, PARENT, PLANNED_CASES
+from benchmarks.faults.catalogue import FAULTS, LEFT_OUT, Expected
+from benchmarks.faults.other_load import IDLE_CORES
 from benchmarks.faults.recovery import PHASES, percentile
 
 BEGIN = "<!-- campaign: python benchmarks/campaign.py writes this table -->"
 END = "<!-- end of the campaign -->"
 # Faults after which the ranks are restarted at once, on one machine.
 DEATHS = ("rank-killed", "two-ranks-killed", "rank-segfault", "exception", "out-of-memory")
-# What restarts the ranks: launcher, and whether the run has standbys and snapshots in memory.
-RESTARTERS: Mapping[str, tuple[str, bool]] = {
-    "python, with standbys and snapshots in memory": ("python", True),
-    "python": ("python", False),
-    "torchrun": ("torchrun", False),
-    "deepspeed: the same command again": ("deepspeed", False),
-}
+STANDBYS = "plain `python`, with standbys and snapshots in memory"
+COLD = "plain `python`"
+COLD_TORCHRUN = "torchrun"
+NODES = "torchrun, two machines"
+REPEATED = "the same command again"
 WITHOUT_TOOLKIT = "torchrun, without the toolkit"
+KINDS = (STANDBYS, COLD, COLD_TORCHRUN, NODES, REPEATED)
+
+Row = Mapping[str, Any]
 
 
-def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def kind_of_restart(row: Row) -> str | None:
+    """Return what restarts the ranks of a case; None: the fault does not end the attempt."""
+    if row["expected"] == Expected.UNAFFECTED:
+        return None
+    if row["expected"] == Expected.STOPPED or row["launcher"] == "deepspeed":
+        return REPEATED
+    if LAYOUTS[row["layout"]].nodes > 1:
+        return NODES
+    if row["launcher"] != PARENT:
+        return COLD_TORCHRUN
+    return STANDBYS if row["warm"] else COLD
+
+
+def is_timed(row: Row) -> bool:
+    """Return whether the machine was otherwise idle during a case (or a run without the toolkit)."""
+    return bool(row["other_cores"] < IDLE_CORES)
+
+
+def _hit(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows whose fault came before the run had ended."""
+    return [row for row in rows if not row["missed"]]
+
+
+def summarise(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     """Return the figures of each class by name, in the order of names. Cases whose run had ended before the
     fault are left out.
     """
-    rows = [row for row in rows if not row["missed"]]
+    rows = _hit(rows)
     found = {}
     for name in sorted({row["fault"] for row in rows}):
         mine = [row for row in rows if row["fault"] == name]
@@ -39,24 +66,32 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def summarise_restarts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the figures of faults that kill ranks, on one machine, by what restarts the ranks."""
-    rows = [row for row in rows if row["fault"] in DEATHS and not row["missed"]]
+def summarise_restarts(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+    """Return the figures of each kind of restart over all classes, and ``deaths``: seconds of those after
+    ``DEATHS`` only, which can be compared with torchrun without the toolkit.
+    """
+    rows = _hit(rows)
     found = {}
-    for name, (launcher, warm) in RESTARTERS.items():
-        mine = [row for row in rows if (row["launcher"], row["warm"]) == (launcher, warm)]
-        found[name] = {"cases": len(mine), **_recovery_figures(mine)}
-    stock = [row["stock"]["seconds"] for row in rows if row.get("stock")]
-    found[WITHOUT_TOOLKIT] = {"cases": len(stock), **_seconds_figures(stock)}
+    for name in KINDS:
+        mine = [row for row in rows if kind_of_restart(row) == name]
+        deaths = _recovery_figures([row for row in mine if row["fault"] in DEATHS])
+        found[name] = {"cases": len(mine), **_recovery_figures(mine), "deaths": deaths}
+    stock = [row["stock"] for row in rows if row.get("stock")]
+    seconds = _seconds_figures([run["seconds"] for run in stock if is_timed(run)])
+    recovered = sum(run["seconds"] is not None for run in stock)
+    found[WITHOUT_TOOLKIT] = {"cases": len(stock), **seconds, "recovered": recovered, "deaths": seconds}
     return {name: figures for name, figures in found.items() if figures["cases"]}
 
 
-def _recovery_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    recoveries = [row["recovery"] for row in rows if row["recovery"] is not None]
+def _recovery_figures(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return how many of the cases have a new step after the fault, and the times of those that are timed."""
+    recovered = [row for row in rows if row["recovery"] is not None]
+    timed = [row["recovery"] for row in recovered if is_timed(row)]
     return {
-        **_seconds_figures([row["recovery"] and row["recovery"]["seconds"] for row in rows]),
-        "dominating_phase": dominating_phase(recoveries),
-        "repeated_steps_max": max((recovery["repeated"] for recovery in recoveries), default=None),
+        **_seconds_figures([recovery["seconds"] for recovery in timed]),
+        "recovered": len(recovered),
+        "dominating_phase": dominating_phase(timed),
+        "repeated_steps_max": max((row["recovery"]["repeated"] for row in recovered), default=None),
     }
 
 
@@ -64,7 +99,7 @@ def _seconds_figures(seconds: Sequence[float | None]) -> dict[str, Any]:
     """Return the percentiles of cases; None: without a new step."""
     known = [each for each in seconds if each is not None]
     return {
-        "recovered": len(known),
+        "timed": len(known),
         "p50_seconds": percentile(known, 0.5) if known else None,
         "p95_seconds": percentile(known, 0.95) if known else None,
     }
@@ -81,40 +116,67 @@ def dominating_phase(recoveries: Sequence[Mapping[str, Any]]) -> str | None:
     return max(means, key=lambda phase: means[phase])
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """Return the table of a campaign's result in Markdown, with totals and the classes that were left out."""
-    classes = result["classes"]
-    cases = sum(figures["cases"] for figures in classes.values())
-    violated = sum(figures["violated"] for figures in classes.values())
-    lines = [
-        f"Seed {result['seed']}, layouts {', '.join(result['layouts'])}, load average up to "
-        f"{result['load']:.0f}: {cases} cases, {violated} with a violated invariant.",
+def table(rows: Sequence[Row], missing: Mapping[str, str] | None = None) -> str:
+    """Return the tables of a campaign in Markdown, after a paragraph that says what was run.
+
+    Args:
+        rows: of all cases; empty: nothing has been run.
+        missing: classes that cannot be injected on this machine, with the reason.
+    """
+    if not rows:
+        return "No case has been recorded yet."
+    restarts, classes = summarise_restarts(rows), summarise(rows)
+    lines = [_introduction(rows)]
+    if restarts:
+        lines += [
+            "",
+            "| Restarted by | Cases | Recovered | Timed | Fault to next new step, p50 / p95 | Dominated by |"
+            " Deaths of ranks only | Steps repeated |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+    for name, figures in restarts.items():
+        most = figures.get("repeated_steps_max")
+        lines.append(
+            f"| {name} | {figures['cases']} | {figures['recovered']} | {figures['timed']} | "
+            f"{_seconds(figures)} | {figures.get('dominating_phase') or '-'} | "
+            f"{_seconds(figures['deaths'])} | {'-' if most is None else f'at most {most}'} |"
+        )
+    lines += [
         "",
-        "| Fault | Expected | Cases | Violated | Fault to next new step, p50 / p95 | Dominated by |",
-        "|---|---|---|---|---|---|",
+        "| Fault | Expected | Cases | Violated | Timed | Fault to next new step, p50 / p95 | Dominated by |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, figures in classes.items():
         lines.append(
             f"| {name} | {figures['expected']} | {figures['cases']} | {figures['violated']} | "
-            f"{_seconds(figures)} | {figures['dominating_phase'] or '-'} |"
+            f"{figures['timed']} | {_seconds(figures)} | {figures['dominating_phase'] or '-'} |"
         )
-    if result["restarts"]:
-        lines += [
-            "",
-            f"Restarts after {', '.join(DEATHS)}:",
-            "",
-            "| Restarted by | Cases | Recovered | Fault to next new step, p50 / p95 | Dominated by |"
-            " Steps repeated |",
-            "|---|---|---|---|---|---|",
-        ]
-    for name, figures in result["restarts"].items():
-        most = figures.get("repeated_steps_max")
-        lines.append(
-            f"| {name} | {figures['cases']} | {figures['recovered']} | {_seconds(figures)} | "
-            f"{figures.get('dominating_phase') or '-'} | {'-' if most is None else f'at most {most}'} |"
-        )
-    left_out = "; ".join(f"{name} ({why})" for name, why in result["left_out"].items())
+    without = [name for name in FAULTS if name not in classes and name not in (missing or {})]
+    if without:
+        lines += ["", f"Classes without a case so far: {', '.join(without)}."]
+    left_out = "; ".join(f"{name} ({why})" for name, why in {**LEFT_OUT, **(missing or {})}.items())
     return "\n".join([*lines, "", f"Left out: {left_out}."])
+
+
+def _introduction(rows: Sequence[Row]) -> str:
+    """Say which cases were run when and where, how many violate an invariant, and which times count."""
+    dates = sorted({row["date"] for row in rows})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    where = "; ".join(sorted({f"{row['machine']}; {row['versions']}" for row in rows}))
+    hit = _hit(rows)
+    violated = sum(bool(row["violations"]) for row in hit)
+    late = f" In {len(rows) - len(hit)} cases the run had ended before the fault; they do not count." * (
+        len(hit) < len(rows)
+    )
+    timed = [row for row in hit if is_timed(row)]
+    most = f" (at most {max(row['other_cores'] for row in timed):.2f})" if timed else ""
+    layouts = len({row["layout"] for row in rows})
+    return (
+        f"So far {len(rows)} of the {PLANNED_CASES} cases of seed {rows[0]['campaign_seed']} have been run, "
+        f"on {layouts} layouts ({when}; {where}). {violated} of {len(hit)} cases violated an invariant."
+        f"{late} Times come only from the {len(timed)} cases during which other processes kept less than "
+        f"{IDLE_CORES} cores busy on average{most}."
+    )
 
 
 def _seconds(figures: Mapping[str, Any]) -> str:

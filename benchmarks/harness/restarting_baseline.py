@@ -1,7 +1,8 @@
-"""Train without the toolkit, with a checkpoint every few steps that the next start loads: the baseline of
+r"""Train without the toolkit, with a checkpoint every few steps that the next start loads: the baseline of
 benchmarks/campaign.py for restarts.
 
-torchrun --nproc_per_node 2 --max-restarts 3 benchmarks/harness/restarting_baseline.py spec.json
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node 2 --max-restarts 3 --rdzv-backend c10d \
+    benchmarks/harness/restarting_baseline.py spec.json
 """
 
 import json
@@ -48,6 +49,7 @@ for step in range(first, spec["steps"]):
         file.write(json.dumps({"pid": os.getpid(), "time": time.time(), "ended": step + 1}) + "\n")
     if (step + 1) % spec["save_every"] == 0:
         engine.save_checkpoint(str(checkpoints), tag=f"step-{step + 1}")
-    time.sleep(spec["step_seconds"])
+    if step + 1 >= spec["first_pause"]:
+        time.sleep(spec["step_seconds"])
 dist.barrier()
 os._exit(0)  # DeepSpeed's and gloo's threads do not end by themselves
