@@ -60,7 +60,7 @@ class RunningTraining:
         data: folder of the embedded text, created if absent.
         folder: for the run directory, the log and the moments of steps.
         torchrun: start the ranks with torchrun and not with plain ``python``.
-        standbys: as many as the contender keeps when it is ready for a failure; 0 also for those of torchrun.
+        standbys: as many as the run keeps when it is ready for a failure.
     """
 
     def __init__(
