@@ -127,15 +127,20 @@ def measure_lags(training: RunningTraining, every: int) -> list[float]:
         handover = RunDirectory(training.dir).attempt_folder(1) / "handover.json"
         folder = Path(json.loads(handover.read_text())["memory"])
 
+    def newest_step() -> int | None:
+        return max(committed_checkpoints(folder), default=None)
+
+    before = newest_step()
+
     def is_done() -> bool:
-        newest = max(committed_checkpoints(folder), default=None)
-        if newest is not None:
+        newest = newest_step()
+        if newest is not None and newest != before:
             found.setdefault(newest, time.time())
         return training.has_steps(done)
 
     training.wait_until("stepping", is_done)
     ends = {moment.step: moment.time for moment in training.moments()}
-    return [max(0.0, moment - ends[step]) for step, moment in found.items()][1:]  # the first was there before
+    return [max(0.0, moment - ends[step]) for step, moment in found.items() if step in ends]
 
 
 def measure_restart(training: RunningTraining, rank: int) -> dict[str, float]:
