@@ -5,6 +5,7 @@ pytest tests/testing/test_goodput_benchmark.py
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -157,3 +158,34 @@ def test_a_comparison_reports_differences_in_points(goodput: ModuleType, model: 
     assert "over 1 failures" in goodput.describe("cold", "record", row, 1)
     quiet = goodput.compare(figures, 0.9, [], [11.0, 13.0], mean=40.0, wall=120.0)
     assert quiet["of_schedule"] == pytest.approx(4 / 4.3)
+
+
+def test_the_results_hold_both_contenders_in_both_accounts(
+    goodput: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds = []
+
+    def calibrate(name: str, kills: int, seed: int, data: str) -> dict[str, Any]:
+        seeds.append(seed)
+        return calibration(0.2, 0.19, 12.0 if name == "cold" else 3.0)
+
+    def measure(name: str, failures: list[Any], seconds: float, quiet: float, data: str) -> dict[str, Any]:
+        return {
+            "failures": [each.at for each in failures],
+            "wall_seconds": seconds,
+            "record": 0.6,
+            "steps": 0.5,
+        }
+
+    monkeypatch.setattr(goodput, "calibrate", calibrate)
+    monkeypatch.setattr(goodput, "measure", measure)
+    out = tmp_path / "goodput.json"
+    monkeypatch.setattr(sys, "argv", ["goodput.py", "--seed", "7", "--out", str(out)])
+    goodput.main()
+    found = json.loads(out.read_text())
+    assert seeds == [8, 8], "the calibration does not have the seed of the measurement"
+    for name in ("cold", "warm"):
+        row = found["contenders"][name]
+        assert (row["record"]["measured"], row["steps"]["measured"]) == (0.6, 0.5)
+        assert 0 < row["record"]["predicted"] < 1
+    assert len(capsys.readouterr().out.splitlines()) == 4
