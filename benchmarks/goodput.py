@@ -236,21 +236,20 @@ def measure(
         last = replace(last, times=replace(last.times, seen=ended))
     after = compute_goodput([*earlier, last], kept=survived)
     assert after is not None, "the run has attempts"
-    steps = [
-        moment
-        for moment in moments
-        if began < moment.time <= ended and not any(0 < moment.time - each < quiet for each in kills)
-    ]
+    steps = [moment for moment in moments if began < moment.time <= ended]
+    undisturbed = [moment for moment in steps if not any(0 < moment.time - each < quiet for each in kills)]
+    # A short run with many failures may have no undisturbed step; then the median is that of all its steps.
+    median_step = statistics.median(gaps(undisturbed) or gaps(steps))
     useful = after.useful_seconds - before.useful_seconds
     wall = after.wall_seconds - before.wall_seconds
     return {
         "failures": [moment - began for moment in kills],
         "wall_seconds": ended - began,
         "surviving_steps": survived - first.step,
-        "median_step": statistics.median(gaps(steps)),
-        "undisturbed_steps": len(steps),
+        "median_step": median_step,
+        "undisturbed_steps": len(undisturbed),
         "record": useful / wall,
-        "steps": (survived - first.step) * statistics.median(gaps(steps)) / (ended - began),
+        "steps": (survived - first.step) * median_step / (ended - began),
         "lost": {cause: lost - before.lost[cause] for cause, lost in after.lost.items()},
     }
 
