@@ -22,50 +22,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import psutil
 from harness.environment import describe_machine, package_versions
+from harness.running_training import RANKS, ROOT, RunningTraining
 
-from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.restart_phases import read_restart
 from toolkit.rundir.directory import RunDirectory
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "restart.json"
-RANKS, LIMIT_SECONDS = 2, 300.0
 CHECKPOINT_EVERY, MEMORY_EVERY = 40, 5
 OVERHEAD_STEPS = 4 * CHECKPOINT_EVERY
 STEPS_BEFORE_A_KILL = 12  # of an attempt; not a multiple of MEMORY_EVERY, so steps are repeated
-KEYS = (
-    "+exp=quickstart",
-    "engine=deepspeed",
-    "zero=stage1",
-    "model.hidden_size=384",
-    "model.intermediate_size=1024",
-    "model.num_hidden_layers=6",
-    "train.sequence_length=64",
-    "train.global_batch=4",
-    "train.steps=1000000",
-    "schedule=constant",
-    "schedule.warmup=0",
-    "eval.every=0",
-    "monitor=files",
-    "debug.threads=1",
-    f"checkpoint.every={CHECKPOINT_EVERY}",
-    "cluster.restarts=1000",
-    "+hooks.marks.target=restart_marks.StepMoments",
-)
 CONTENDERS: dict[str, tuple[str, ...]] = {
     "torchrun": ("cluster.standbys=0",),
     "relayed": (f"cluster.standbys={RANKS}",),
@@ -75,105 +50,39 @@ CONTENDERS: dict[str, tuple[str, ...]] = {
 }
 
 
-class RunningTraining:
-    """One run of a contender, as a context manager."""
+def start(name: str, data: str, folder: Path) -> RunningTraining:
+    overrides = [*CONTENDERS[name], f"checkpoint.every={CHECKPOINT_EVERY}"]
+    standbys = RANKS if name in ("warm", "memory", "relayed") else 0
+    torchrun = name in ("torchrun", "relayed")
+    return RunningTraining(name, overrides, data, folder, torchrun=torchrun, standbys=standbys)
 
-    def __init__(self, name: str, data: str, folder: Path) -> None:
-        self.name, self.dir, self._marks = name, folder / "run", folder / "marks.txt"
-        script = str(ROOT / "launch" / "train.py")
-        overrides = [*KEYS, *CONTENDERS[name], f"run.dir={self.dir}", f"data.path={data}"]
-        if name in ("torchrun", "relayed"):
-            argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-            argv += ["--max-restarts", "1000", "--master_port", str(find_free_port()), script, *overrides]
-        else:
-            argv = [sys.executable, script, *overrides, f"cluster.cpu_ranks={RANKS}"]
-        search = os.pathsep.join([str(ROOT / "benchmarks" / "harness"), str(ROOT)])
-        environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": search, "RESTART_MARKS": str(self._marks)}
-        self._log = (folder / "log.txt").open("w")
-        self.process = subprocess.Popen(
-            argv, cwd=ROOT, env={**os.environ, **environ}, stdout=self._log, stderr=subprocess.STDOUT
-        )
 
-    def __enter__(self) -> Self:
-        return self
+def kill_a_rank(training: RunningTraining, rank: int, attempt: int) -> dict[str, Any]:
+    """Kill ``rank`` of an attempt after some steps, and measure until the next new step."""
+    done = len(training.moments())
+    training.wait_until("stepping", partial(training.has_steps, done + STEPS_BEFORE_A_KILL))
+    training.wait_until("with standbys", training.standbys_are_ready)
+    killed = time.time()
+    training.ranks()[rank].send_signal(signal.SIGKILL)
+    before = max(each.step for each in training.moments() if each.time <= killed)
 
-    def __exit__(self, *_: object) -> None:
-        processes = self.processes()
-        for process in processes:
-            process.kill()
-        self.process.wait()
-        psutil.wait_procs(processes)
-        self._log.close()
+    def new() -> list[float]:
+        return [each.time for each in training.moments() if each.step > before and each.time > killed + 0.5]
 
-    def processes(self) -> list[psutil.Process]:
-        """Return the processes of this run. Those of torchrun's standbys are no children of its agent."""
-        found = psutil.process_iter(["cmdline"])
-        return [
-            process
-            for process in found
-            if any(str(self.dir) in word for word in process.info["cmdline"] or ())
-        ]
-
-    def moments(self) -> list[tuple[float, int]]:
-        """Return time and number of each step so far, in order of time."""
-        lines = self._marks.read_text().splitlines() if self._marks.exists() else []
-        rows = (line.split() for line in lines)
-        return [(float(moment), int(step)) for moment, step in rows]
-
-    def has_steps(self, count: int) -> bool:
-        return len(self.moments()) >= count
-
-    def wait_until(self, what: str, holds: Any) -> None:
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while not holds():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                log = Path(self._log.name).read_text()[-3000:]
-                raise SystemExit(f"{self.name}: not {what} within {LIMIT_SECONDS:g} s\n{log}")
-            time.sleep(0.02)
-
-    def ranks(self) -> dict[int, psutil.Process]:
-        """Return the ranks, without standbys and relays."""
-        found = {}
-        for process in self.processes():
-            try:
-                environ, name = process.environ(), process.name()
-            except psutil.Error:
-                continue
-            if "RANK" in environ and not name.startswith(("standby-", "warm-up-", "relay-")):
-                found[int(environ["RANK"])] = process
-        return found
-
-    def standbys_are_ready(self) -> bool:
-        if self.name in ("torchrun", "cold"):
-            return True
-        return sum(process.name().startswith("standby-") for process in self.processes()) == RANKS
-
-    def kill_a_rank(self, rank: int, attempt: int) -> dict[str, Any]:
-        """Kill ``rank`` of an attempt after some steps, and measure until the next new step."""
-        done = len(self.moments())
-        self.wait_until("stepping", partial(self.has_steps, done + STEPS_BEFORE_A_KILL))
-        self.wait_until("with standbys", self.standbys_are_ready)
-        killed = time.time()
-        self.ranks()[rank].send_signal(signal.SIGKILL)
-        before = max(step for moment, step in self.moments() if moment <= killed)
-
-        def new() -> list[float]:
-            return [moment for moment, step in self.moments() if step > before and moment > killed + 0.5]
-
-        self.wait_until("stepping again", new)
-        repeated = [step for moment, step in self.moments() if moment > killed + 0.5 and step <= before]
-        phases = read_restart(RunDirectory(self.dir).attempt_folder(attempt + 1))
-        return {
-            "seconds": new()[0] - killed,
-            "repeated_steps": len(repeated),
-            "phases": phases.seconds() if phases is not None else {},
-            "standbys": phases.standbys if phases is not None else 0,
-        }
+    training.wait_until("stepping again", new)
+    repeated = [each for each in training.moments() if each.time > killed + 0.5 and each.step <= before]
+    phases = read_restart(RunDirectory(training.dir).attempt_folder(attempt + 1))
+    return {
+        "seconds": new()[0] - killed,
+        "repeated_steps": len(repeated),
+        "phases": phases.seconds() if phases is not None else {},
+        "standbys": phases.standbys if phases is not None else 0,
+    }
 
 
 def turn(name: str, kills: int, data: str) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder, RunningTraining(name, data, Path(folder)) as training:
-        return [training.kill_a_rank(kill % RANKS, kill + 1) for kill in range(kills)]
+    with tempfile.TemporaryDirectory() as folder, start(name, data, Path(folder)) as training:
+        return [kill_a_rank(training, kill % RANKS, kill + 1) for kill in range(kills)]
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -205,10 +114,7 @@ def overhead(rounds: Iterable[int], data: str) -> dict[str, Any]:
     took: dict[str, list[float]] = {plain: [], protected: []}
     for number in rounds:
         for name in list(took)[:: 1 if number % 2 == 0 else -1]:
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                RunningTraining(name, data, Path(folder)) as training,
-            ):
+            with tempfile.TemporaryDirectory() as folder, start(name, data, Path(folder)) as training:
                 training.wait_until("stepping", partial(training.has_steps, STEPS_BEFORE_A_KILL))
                 training.wait_until("with standbys", training.standbys_are_ready)
                 # both sides count the same number of checkpoints
@@ -216,7 +122,7 @@ def overhead(rounds: Iterable[int], data: str) -> dict[str, Any]:
                 last = first + OVERHEAD_STEPS
                 training.wait_until("done", partial(training.has_steps, last + 1))
                 moments = training.moments()
-                took[name].append((moments[last][0] - moments[first][0]) / OVERHEAD_STEPS)
+                took[name].append((moments[last].time - moments[first].time) / OVERHEAD_STEPS)
     ratios = [with_ / without for with_, without in zip(took[protected], took[plain], strict=True)]
     return {"step_seconds": took, "ratios": ratios, "median_ratio": statistics.median(ratios)}
 
