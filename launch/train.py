@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from toolkit.cluster.attempt_spec import AttemptSpec
+from toolkit.cluster.elastic_stop import serves_rendezvous
 from toolkit.cluster.entry_point import run_entry_point
 from toolkit.cluster.environment import Launch
 from toolkit.cluster.exit_handling import exit_now
@@ -60,8 +62,17 @@ def make_data_ready(plan: RunPlan) -> str:
 
 def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) -> ExitCode:
     """Train on this rank, within the process group."""
+    from toolkit.train.departure import ElasticNodes
     from toolkit.train.run import run
 
+    elastic = None
+    if launch.node_range is not None:
+        elastic = ElasticNodes(
+            min_nodes=launch.node_range.min_nodes,
+            restarts_left=launch.restarts_left,
+            serves_rendezvous=partial(serves_rendezvous, launch.launcher_pid),
+            leave=partial(stop.request, leaves=True),
+        )
     return run(
         plan,
         rank=launch.rank,
@@ -73,6 +84,7 @@ def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) 
         seconds_left=stop.seconds_left,
         snapshot_folder=None if start.memory is None else Path(start.memory),
         restart=start.restart,
+        elastic=elastic,
     )
 
 
