@@ -66,13 +66,9 @@ def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) 
     from toolkit.train.run import run
 
     elastic = None
-    if launch.node_range is not None:
-        elastic = ElasticNodes(
-            min_nodes=launch.node_range.min_nodes,
-            restarts_left=launch.restarts_left,
-            serves_rendezvous=partial(serves_rendezvous, launch.launcher_pid),
-            leave=partial(stop.request, leaves=True),
-        )
+    if (nodes := launch.node_range) is not None:
+        serves, leave = partial(serves_rendezvous, launch.launcher_pid), partial(stop.request, leaves=True)
+        elastic = ElasticNodes(nodes.min_nodes, launch.restarts_left, serves, leave)
     return run(
         plan,
         rank=launch.rank,

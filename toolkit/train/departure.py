@@ -28,7 +28,7 @@ from toolkit.train.rollback import agreed_sound_step
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ElasticNodes:
     """What a rank of an elastic run knows of torchrun.
 
