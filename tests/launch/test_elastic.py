@@ -327,13 +327,22 @@ def start_with_faulty_node(nodes: Nodes) -> tuple[RunningCommand, RunningCommand
 
 @pytest.mark.full
 @pytest.mark.timeout(2400)
-def test_node_that_computes_wrong_values_leaves_an_elastic_run(data: Path, tmp_path: Path) -> None:
-    """The check after step 16 finds the fault. Step 15 is saved, but only the check after step 12 agreed."""
+@pytest.mark.parametrize(("memory_every", "resumed"), [(7, 10), (11, 11)])
+def test_node_that_computes_wrong_values_leaves_an_elastic_run(
+    memory_every: int, resumed: int, data: Path, tmp_path: Path
+) -> None:
+    """The check after step 16 finds the fault. Step 15 is on disk, and step 14 or 11 is in memory, but only
+    the check after step 12 agreed. So the run continues from the disk, or from step 11 in memory.
+    """
     words = ("train.global_batch=12", f"train.steps={FAULTY_STEPS}")
     expected = train_unbroken(tmp_path / "unbroken", data, *words)
     (tmp_path / "elastic").mkdir()
     with elastic_nodes(
-        tmp_path / "elastic", data, *THREE_NODES, "monitor.on_wrong_computation=leave"
+        tmp_path / "elastic",
+        data,
+        *THREE_NODES,
+        "monitor.on_wrong_computation=leave",
+        f"checkpoint.memory_every={memory_every}",
     ) as nodes:
         first, faulty, third = start_with_faulty_node(nodes)
         codes = [node.wait_for_exit(START_SECONDS + CHANGE_SECONDS) for node in (first, third)]
@@ -346,7 +355,7 @@ def test_node_that_computes_wrong_values_leaves_an_elastic_run(data: Path, tmp_p
         assert reason.startswith("node 0 left the run, which continues on the others: step 16: rank 0 "), (
             reason
         )
-        assert (nodes.times(1).step, nodes.times(2).first) == (16, 10)
+        assert (nodes.times(1).step, nodes.times(2).first) == (16, resumed)
         moved = RunDirectory(nodes.run_dir).attempt_folder(1) / "checkpoints"
         assert list(committed_checkpoints(moved)) == [15]
         (row,) = read_departures(RunDirectory(nodes.run_dir).departures_file)
