@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from toolkit.cluster.attempt.attempt_spec import AttemptSpec
 from toolkit.cluster.attempt.exit_handling import exit_now
 from toolkit.cluster.entry_point import run_entry_point
 from toolkit.cluster.launch_process import RunCallbacks
+from toolkit.cluster.stop.elastic_stop import serves_rendezvous
 from toolkit.cluster.stop.stop_request import StopRequest
 from toolkit.cluster.world.environment import Launch
 from toolkit.commands import entry_point
@@ -60,8 +62,13 @@ def make_data_ready(plan: RunPlan) -> str:
 
 def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) -> ExitCode:
     """Train on this rank, within the process group."""
+    from toolkit.train.departure import ElasticNodes
     from toolkit.train.run import run
 
+    elastic = None
+    if (nodes := launch.node_range) is not None:
+        serves, leave = partial(serves_rendezvous, launch.launcher_pid), partial(stop.request, leaves=True)
+        elastic = ElasticNodes(nodes.min_nodes, launch.restarts_left, serves, leave)
     return run(
         plan,
         rank=launch.rank,
@@ -73,6 +80,7 @@ def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) 
         seconds_left=stop.seconds_left,
         snapshot_folder=None if start.memory is None else Path(start.memory),
         restart=start.restart,
+        elastic=elastic,
     )
 
 

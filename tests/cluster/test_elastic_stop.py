@@ -20,6 +20,7 @@ from toolkit.cluster.stop.elastic_stop import (
     NodeStop,
     agent_arguments,
     decide_after_stop,
+    serves_rendezvous,
 )
 
 TERM = NodeStop(reason="SIGTERM", leaves=False)
@@ -115,6 +116,8 @@ def test_rank_reads_torchruns_rendezvous_and_closes_it(monkeypatch: pytest.Monke
         "agent_command_line",
         lambda pid: [*words.split()[:-1], f"--rdzv-endpoint=127.0.0.1:{port}", "train.py"],
     )
+    assert serves_rendezvous(os.getpid())
+    assert not serves_rendezvous(os.getppid()), "another process listens on the port"
     seen = AgentRendezvous(os.getppid())
     assert seen.count_waiting_nodes() == 0
     holder = agent._state_holder

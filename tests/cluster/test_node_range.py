@@ -13,11 +13,13 @@ from toolkit.cluster.jobs.job import plan_job
 from toolkit.cluster.world.node_range import (
     NodeRange,
     agent_restarts,
+    check_departures,
     check_node_range,
     parse_node_range,
     requested_nodes,
 )
 from toolkit.config.cluster import ClusterBackend, ClusterConfig
+from toolkit.config.monitor import OnWrongComputation
 from toolkit.config.schema import EngineName, ParallelConfig, RunConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan import make_plan
@@ -137,3 +139,24 @@ def test_job_must_be_possible_on_every_number_of_nodes() -> None:
     assert problem.remedy == "write cluster.min_nodes=4 or write train.global_batch=60"
     assert job_refusal(replace(config(40), cluster=elastic(4, 5))) is None
     assert job_refusal(replace(config(60), cluster=elastic(2, 5))) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "seen"),
+    [
+        (None, 3, "monitor.on_wrong_computation=leave, and a fixed number of nodes"),
+        (NodeRange(1, 3), 0, "monitor.on_wrong_computation=leave, and torchrun without --max-restarts"),
+    ],
+)
+def test_nodes_leave_only_runs_that_torchrun_can_restart_without_them(
+    nodes: NodeRange | None, restarts: int, seen: str
+) -> None:
+    found = config(8)
+    check_departures(found, nodes, restarts=restarts)
+    found.monitor.on_wrong_computation = OnWrongComputation.leave
+    check_departures(found, NodeRange(1, 3), restarts=3)
+    with pytest.raises(ConfigError) as error:
+        check_departures(found, nodes, restarts=restarts)
+    (problem,) = error.value.problems
+    assert problem.seen == seen
+    assert "--nnodes=MIN:MAX --max-restarts=3" in problem.remedy

@@ -1,5 +1,5 @@
 """torchrun with a range of nodes: a run loses a node, continues without it, and continues with it when it
-returns; it ends when it is asked to stop.
+returns; it continues without a node that computes wrong values; it ends when it is asked to stop.
 
     pytest tests/launch/test_elastic.py -m full -s
 """
@@ -28,6 +28,7 @@ from toolkit.plan.types import Device, World
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.snapshot_folder import remove_abandoned_folders, snapshot_root
 from toolkit.rundir.status import RunState
+from toolkit.train.departure import decide_departure, read_departures
 from toolkit.train.run import run
 
 STEPS = 60
@@ -60,6 +61,9 @@ class Nodes:
     torchrun orders the nodes by their addresses. The first of them serves the rendezvous in any case.
     """
 
+    range = "1:2"
+    last_call_seconds = 3
+
     def __init__(self, folder: Path, words: tuple[str, ...]) -> None:
         self.run_dir, self._folder, self._words = folder / "run", folder, words
         self._port = find_free_port()
@@ -70,12 +74,13 @@ class Nodes:
         launches.mkdir()
         argv = [
             str(BIN / "torchrun"),
-            "--nnodes=1:2",
+            f"--nnodes={self.range}",
             "--nproc-per-node=1",
             "--rdzv-backend=c10d",
             "--rdzv-id=elastic",
             f"--rdzv-endpoint=127.0.0.1:{self._port}",
-            f"--rdzv-conf=is_host={int(not self.started)},last_call_timeout=3,keep_alive_interval=2",
+            f"--rdzv-conf=is_host={int(not self.started)},last_call_timeout={self.last_call_seconds},"
+            "keep_alive_interval=2",
             f"--local-addr={address}",
             "--max-restarts=3",
             str(ROOT / "launch/train.py"),
@@ -301,3 +306,79 @@ def test_elastic_run_continues_from_the_memory_of_the_node_that_is_left(
         assert memory(first) is None
         remove_abandoned_folders(root)  # the next start on the lost node does this
         assert not left.exists()
+
+
+FAULTY_STEPS, CHECK_EVERY, FAULTY_FROM = 30, 4, 14
+THREE_NODES = (
+    "zero=stage1",
+    "train.global_batch=12",
+    f"train.steps={FAULTY_STEPS}",
+    "checkpoint.every=5",
+    f"monitor.computation_every={CHECK_EVERY}",
+    "+hooks.fault.target=tests.launch.faulty_node.WrongLogits",
+)
+
+
+def start_with_faulty_node(nodes: Nodes) -> tuple[RunningCommand, RunningCommand, RunningCommand]:
+    """Start three nodes. The second one computes wrong values after some steps, and has rank 0."""
+    nodes.range, nodes.last_call_seconds = "2:3", 15
+    first = nodes.start("127.0.0.3")
+    faulty = nodes.start("127.0.0.1", FAULTY_FROM=str(FAULTY_FROM))
+    return first, faulty, nodes.start("127.0.0.2")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(("memory_every", "resumed"), [(7, 10), (11, 11)])
+def test_node_that_computes_wrong_values_leaves_an_elastic_run(
+    memory_every: int, resumed: int, data: Path, tmp_path: Path
+) -> None:
+    """The check after step 16 finds the fault. Step 15 is on disk, and step 14 or 11 is in memory, but only
+    the check after step 12 agreed. So the run continues from the disk, or from step 11 in memory.
+    """
+    words = ("train.global_batch=12", f"train.steps={FAULTY_STEPS}")
+    expected = train_unbroken(tmp_path / "unbroken", data, *words)
+    (tmp_path / "elastic").mkdir()
+    with elastic_nodes(
+        tmp_path / "elastic",
+        data,
+        *THREE_NODES,
+        "monitor.on_wrong_computation=leave",
+        f"checkpoint.memory_every={memory_every}",
+    ) as nodes:
+        first, faulty, third = start_with_faulty_node(nodes)
+        codes = [node.wait_for_exit(START_SECONDS + CHANGE_SECONDS) for node in (first, third)]
+        assert codes == [0, 0], nodes.output
+        assert faulty.wait_for_exit() != 0
+        assert nodes.worlds == [3, 2], nodes.output
+        state, reason = nodes.end_of(1)
+        assert state == "stopped"
+        assert reason is not None
+        assert reason.startswith("node 0 left the run, which continues on the others: step 16: rank 0 "), (
+            reason
+        )
+        assert (nodes.times(1).step, nodes.times(2).first) == (16, resumed)
+        moved = RunDirectory(nodes.run_dir).attempt_folder(1) / "checkpoints"
+        assert list(committed_checkpoints(moved)) == [15]
+        (row,) = read_departures(RunDirectory(nodes.run_dir).departures_file)
+        assert (row.leaving, row.facts.agreed_step, row.facts.checkpoint_step) == ((0,), 12, 10)
+        assert row == decide_departure(row.facts)
+        check_completed(nodes, expected, FAULTY_STEPS)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+def test_control_run_that_keeps_its_faulty_node_has_other_losses(data: Path, tmp_path: Path) -> None:
+    words = ("train.global_batch=12", f"train.steps={FAULTY_STEPS}")
+    expected = train_unbroken(tmp_path / "unbroken", data, *words)
+    (tmp_path / "elastic").mkdir()
+    with elastic_nodes(
+        tmp_path / "elastic", data, *THREE_NODES, "monitor.on_wrong_computation=alert"
+    ) as nodes:
+        codes = [node.wait_for_exit(START_SECONDS) for node in start_with_faulty_node(nodes)]
+        assert codes == [0, 0, 0], nodes.output
+        assert nodes.worlds == [3]
+        different = {
+            step for step, loss in nodes.losses.items() if loss != pytest.approx(expected[step], abs=1e-5)
+        }
+        assert different == set(range(FAULTY_FROM + 1, FAULTY_STEPS + 1))

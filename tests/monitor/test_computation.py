@@ -72,7 +72,7 @@ def test_two_ranks_that_always_differ_do_not_show_which_is_wrong() -> None:
     assert alert.where == "ranks 0, 1"
     assert alert.cause.endswith("one of them is wrong")
     assert "without node0 (Slurm: cluster.slurm.exclude=node0)" in alert.next_step
-    assert "from before this attempt" in alert.next_step
+    assert "from before the fault" in alert.next_step
 
 
 def test_remedy_excludes_all_suspected_hosts_in_one_word() -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from tests.plan.cases import CPU, SMALL, h100s, run_config
 from toolkit.config.checkpoint import CheckpointConfig
+from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.data import DocumentMasking
+from toolkit.config.monitor import OnWrongComputation
 from toolkit.config.optim import LrScaling, OptimizerKernel, ScheduleConfig, ScheduleName
 from toolkit.config.schema import (
     BatchRampConfig,
@@ -50,6 +52,11 @@ def test_the_base_configuration_has_no_problem() -> None:
 
 
 # changes, world, key of the problem, a part of the rule or remedy
+LEAVE = {
+    "monitor__computation_every": 10,
+    "monitor__on_wrong_computation": OnWrongComputation.leave,
+    "checkpoint": CheckpointConfig(every="100"),
+}
 MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     (
         {"monitor__price_per_gpu_hour": 2.0},
@@ -412,6 +419,21 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         h100s(2),
         "monitor.computation_every",
         "Transformer Engine",
+    ),
+    (
+        {"monitor__on_wrong_computation": OnWrongComputation.leave},
+        CPU,
+        "monitor.on_wrong_computation",
+        "write monitor.computation_every=1000",
+    ),
+    *(
+        ({**LEAVE, **changes}, CPU, "monitor.on_wrong_computation", word)
+        for changes, word in (
+            ({"checkpoint": CheckpointConfig(every="never")}, "write checkpoint.every=500"),
+            ({"checkpoint": CheckpointConfig(url="s3://bucket/run")}, "leave out checkpoint.url"),
+            ({"cluster": ClusterConfig(where=ClusterBackend.kubernetes)}, "on the faulty node"),
+            ({"cluster": ClusterConfig(where=ClusterBackend.slurm, nodes=4)}, "write cluster.min_nodes=3"),
+        )
     ),
     ({"run__fork": "other", "resume": "mine"}, CPU, "run.fork", "another run's state"),
     ({"model__target": "mine.Model"}, CPU, "model.target", "one source"),

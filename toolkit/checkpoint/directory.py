@@ -109,10 +109,16 @@ def _complete_manifest(folder: Path) -> manifest.Manifest | None:
     return found
 
 
-def newest_sound_step(directory: Path) -> int | None:
-    """Return the step of the newest checkpoint of the folder that is complete and sound, or None."""
+def newest_sound_step(directory: Path, up_to: int | None = None) -> int | None:
+    """Return the step of the newest checkpoint of the folder that is complete and sound, or None.
+
+    Args:
+        up_to: leave out the checkpoints of later steps; None: there is no limit.
+    """
     newest_first = reversed(committed_checkpoints(directory).items())
-    return next((step for step, folder in newest_first if is_sound(folder)), None)
+    return next(
+        (step for step, folder in newest_first if (up_to is None or step <= up_to) and is_sound(folder)), None
+    )
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

@@ -20,6 +20,7 @@ class OnWrongComputation(Enum):
 
     alert = "alert"
     stop = "stop"
+    leave = "leave"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,7 +53,8 @@ class MonitorConfig:
     0: never. A check costs about a forward pass of one micro-batch.
     """
     on_wrong_computation: OnWrongComputation = OnWrongComputation.alert
-    """What follows a difference: alert, or stop (end the run without saving and name the hosts to exclude).
+    """What follows a difference: alert, stop (end the run without saving and name the hosts to exclude), or
+    leave (an elastic run continues without the faulty nodes, from a checkpoint before the fault).
     """
     hang_seconds: int = 600
     """Seconds without progress (a step, a batch of an evaluation, a save) after which a run is reported as

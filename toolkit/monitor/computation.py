@@ -50,10 +50,13 @@ class ForwardDifference:
         return self.faulty or self.peers
 
     @property
+    def guilty(self) -> tuple[RankForward, ...]:
+        """The faulty ranks; none if no other rank shows that the kernels are deterministic."""
+        return self.faulty if any(peer not in self.faulty for peer in self.peers) else ()
+
+    @property
     def guilty_hosts(self) -> tuple[str, ...]:
-        """Hosts of faulty ranks; none if no other rank shows that the kernels are deterministic."""
-        compared = any(peer not in self.faulty for peer in self.peers)
-        return tuple(dict.fromkeys(rank.host for rank in self.faulty)) if compared else ()
+        return tuple(dict.fromkeys(rank.host for rank in self.guilty))
 
 
 def find_difference(forwards: Sequence[RankForward]) -> ForwardDifference | None:
@@ -93,7 +96,7 @@ def make_alert(step: int, difference: ForwardDifference, equal_at: int | None) -
     """Describe the difference that the check after ``step`` found.
 
     Args:
-        equal_at: the step of the last check without a difference in this attempt; None: there was none.
+        equal_at: the step of the last check without a difference; None: none is known.
     """
     suspects, module = difference.suspects, difference.module
     others = [peer for peer in difference.peers if peer not in suspects]
@@ -110,8 +113,8 @@ def make_alert(step: int, difference: ForwardDifference, equal_at: int | None) -
         )
     else:
         cause = f"{names} computed different outputs of {module} from one micro-batch; one of them is wrong"
-    since = f"equal after step {equal_at}" if equal_at is not None else "not seen equal in this attempt"
-    before = f"before step {equal_at + 1}" if equal_at is not None else "from before this attempt"
+    since = f"equal after step {equal_at}" if equal_at is not None else "not seen equal before"
+    before = f"before step {equal_at + 1}" if equal_at is not None else "from before the fault"
     hosts = list(dict.fromkeys(suspect.host for suspect in suspects))
     exclude = f"cluster.slurm.exclude={hosts[0]}"
     if len(hosts) > 1:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.config.checkpoint import Cadence, parse_cadence
+from toolkit.config.cluster import ClusterBackend
 from toolkit.config.data import DocumentMasking
 from toolkit.config.kernels import LossKernel
 from toolkit.config.mixture import EXAMPLE
+from toolkit.config.monitor import OnWrongComputation
 from toolkit.config.optim import LrScaling, ScheduleConfig, ScheduleName
 from toolkit.errors import Problem
 from toolkit.plan.kernels import megatron_logits_key
@@ -254,6 +256,49 @@ def rollbacks_are_possible(ctx: RuleContext) -> Iterator[Problem]:
         )
 
 
+def faulty_nodes_can_leave(ctx: RuleContext) -> Iterator[Problem]:
+    """Whether a run can find a faulty node, and continue without it from a checkpoint before the fault."""
+    config, key, nodes = ctx.config, "monitor.on_wrong_computation", ctx.config.cluster.nodes or 1
+    if config.monitor.on_wrong_computation is not OnWrongComputation.leave:
+        return
+    stop = f"{key}=stop"
+    if not config.monitor.computation_every:
+        yield make_error(
+            config,
+            f"{key} monitor.computation_every",
+            "only a check of the computation finds a node that computes wrong values",
+            f"write monitor.computation_every=1000, or {key}=alert",
+        )
+    if parse_cadence(config.checkpoint.every) == Cadence():
+        yield make_error(
+            config,
+            f"{key} checkpoint.every",
+            "the run continues from a checkpoint that it saved before the fault",
+            f"write checkpoint.every=500, or {stop}",
+        )
+    if config.checkpoint.url is not None:
+        yield make_error(
+            config,
+            f"{key} checkpoint.url",
+            "a start prefers a later checkpoint of the store, which may be from after the fault",
+            f"write {stop}, or leave out checkpoint.url",
+        )
+    if config.cluster.where is ClusterBackend.kubernetes:
+        yield make_error(
+            config,
+            f"{key} cluster.where",
+            "Kubernetes replaces a pod that leaves, and may start the new one on the faulty node",
+            f"write {stop}",
+        )
+    elif config.cluster.where is ClusterBackend.slurm and config.cluster.min_nodes is None:
+        yield make_error(
+            config,
+            f"{key} cluster.min_nodes",
+            "a node can leave a job only if the job may have fewer nodes",
+            f"write cluster.min_nodes={nodes - 1}, or {stop}" if nodes > 1 else f"write {stop}",
+        )
+
+
 def fork_excludes_resume(ctx: RuleContext) -> Iterator[Problem]:
     config = ctx.config
     if config.run.fork is not None and config.resume not in ("auto", "never"):
@@ -280,6 +325,7 @@ RULES: tuple[Rule, ...] = (
     tracked_metrics_are_evaluated,
     checkpoints_are_written,
     rollbacks_are_possible,
+    faulty_nodes_can_leave,
     fork_excludes_resume,
     mixture_has_sources,
     only_text_has_documents,

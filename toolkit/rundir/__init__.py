@@ -3,6 +3,8 @@
     config.yaml plan.json status.json          of the newest attempt
     metrics.jsonl eval.jsonl ledger.jsonl      each step once, over all attempts
     rollbacks.jsonl                            each time that the run went back to a checkpoint
+    departures.jsonl                           each time that a check named a node with wrong values, and what
+                                               the run did (monitor.on_wrong_computation=leave)
     alerts.jsonl alerts/node-N.jsonl           in order of time; those of other nodes in separate files
     system/node-N.jsonl                        in order of time, for each node
     checkpoints/ plots/

@@ -63,6 +63,7 @@ class RunDirectory:
         self.eval_file = self.path / "eval.jsonl"
         self.ledger_file = self.path / "ledger.jsonl"
         self.rollbacks_file = self.path / "rollbacks.jsonl"  # of train/rollback.py
+        self.departures_file = self.path / "departures.jsonl"  # of train/departure.py
         self.hooks_file = self.path / "hooks.jsonl"  # metrics that the user's hooks log
         self.alerts_file = self.path / "alerts.jsonl"
         self.fork_file = self.path / "fork.json"  # the parent of a forked run
@@ -169,6 +170,7 @@ class RunDirectory:
     def _files_of_lock_owner(self) -> list[Path]:
         """Files that only the process with the lock replaces."""
         rows = [self.metrics_file, self.eval_file, self.ledger_file, self.hooks_file, self.rollbacks_file]
+        rows.append(self.departures_file)
         pointers = [self.checkpoints / name for name in (POINTER, BEST_POINTER)]
         times = [self.attempt_folder(number) / TIMES for number in self.attempts()]
         whole = [self.status_file, self.config_file, self.plan_file, self.plots / "loss.png"]

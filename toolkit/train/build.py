@@ -171,18 +171,25 @@ def build_hooks(
     if plan.config.checkpoint.keep_best.metric is not None:
         best = BestCheckpoints(plan.config.checkpoint.keep_best, partial(existing_steps, training))
         hooks.add(best, "checkpoint.keep_best")
+    computation = None
     if plan.config.monitor.computation_every:
-        hooks.add(ComputationCheck(context, training.engine, training.task, monitor.alert))
+        computation = ComputationCheck(context, training.engine, training.task, monitor.alert)
+        hooks.add(computation, "monitor.computation_every")
     soundness = Soundness(plan.config.train)
     hooks.add(soundness, "train.soundness")
     hooks.add(_build_evaluation(training, hooks))
     uploads = build_uploads(training)
+
+    def checkpoints_in_use() -> list[int]:
+        uploading = uploads.uploader.steps_in_use() if uploads is not None else ()
+        return [*uploading, *(computation.confirmed_checkpoints() if computation is not None else ())]
+
     store = CheckpointStore(
         directory.checkpoints,
         plan.config.checkpoint.keep_last,
         plan.config.checkpoint.keep_every,
         staging_bytes=plan.saves.staging_bytes,
-        in_use=uploads.uploader.steps_in_use if uploads is not None else tuple,
+        in_use=checkpoints_in_use,
     )
     writer = StateWriter(context, training.engine, data.stream, training.sink.flush, hooks.state_dict)
     checkpoints = Checkpoints(

@@ -10,12 +10,14 @@ import hashlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from toolkit.checkpoint.directory import newest_sound_step
+from toolkit.checkpoint_folder import step_of
 from toolkit.config.monitor import OnWrongComputation
 from toolkit.engine.protocol import CountedBatch, Engine, MicroBatch, Objective, count_units
 from toolkit.hooks import CompletedStep, Hook
@@ -32,15 +34,26 @@ T = TypeVar("T")
 
 
 class WrongComputation(Diverged):
-    """Training ends because ranks computed different values from the same micro-batch."""
+    """Training ends because ranks computed different values from the same micro-batch.
 
-    def __init__(self, alert: Alert, run_dir: str) -> None:
+    Attributes:
+        guilty: the ranks that compute wrong values; empty if they are unknown.
+        agreed_step: the step of the last check in which all ranks agreed; None: none is known.
+        why_not_left: why an elastic run does not continue without them; None: it was not asked to.
+    """
+
+    def __init__(
+        self, alert: Alert, run_dir: str, guilty: Sequence[RankForward], agreed_step: int | None
+    ) -> None:
         super().__init__(f"step {alert.step}: {alert.cause}", weights_finite=True)
+        self.step, self.guilty, self.agreed_step = alert.step, tuple(guilty), agreed_step
+        self.why_not_left: str | None = None
         self._remedy = alert.next_step.replace("RUN_DIR", run_dir)
 
     def describe(self, checkpoint: str | None, *, checked: bool) -> str:
+        ends = f"; the run ends although monitor.on_wrong_computation=leave, because {self.why_not_left}"
         newest = f"the newest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
-        return f"{self}; {newest}.\n    remedy: {self._remedy}"
+        return f"{self}{ends if self.why_not_left else ''}; {newest}.\n    remedy: {self._remedy}"
 
 
 class ComputationCheck(Hook):
@@ -51,6 +64,8 @@ class ComputationCheck(Hook):
     always computes it twice.
 
     It comes before the hooks that save, so that a run that ends here does not save what it doubts.
+    Checkpoints record the step of the last check in which all ranks agreed, because later states are doubtful
+    after a difference, also in a later attempt.
     """
 
     def __init__(
@@ -58,7 +73,7 @@ class ComputationCheck(Hook):
     ) -> None:
         monitor = context.plan.config.monitor
         self._every = monitor.computation_every
-        self._stops = monitor.on_wrong_computation is OnWrongComputation.stop
+        self._stops = monitor.on_wrong_computation is not OnWrongComputation.alert
         self._context, self._engine, self._objective, self._alert = context, engine, objective, alert
         self._axes = context.plan.axes
         at = self._axes.coordinates(context.rank)
@@ -85,7 +100,25 @@ class ComputationCheck(Hook):
             self._alert(alert)
             self._exclude(difference.guilty_hosts, alert)
         if self._stops:
-            raise WrongComputation(alert, self._context.plan.run_dir)
+            raise WrongComputation(alert, self._context.plan.run_dir, difference.guilty, self._equal_at)
+
+    def on_rollback(self, path: Path) -> None:
+        if self._equal_at is not None:
+            self._equal_at = min(self._equal_at, step_of(path) or 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._equal_at is None else {"equal_at": self._equal_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._equal_at = int(state["equal_at"])
+
+    def confirmed_checkpoints(self) -> tuple[int, ...]:
+        """Return the step of the newest sound checkpoint that a later check has confirmed, if there is one.
+        After a difference the run continues from it, so retention keeps it.
+        """
+        agreed = self._equal_at  # the thread that saves calls this
+        step = None if agreed is None else newest_sound_step(self._context.directory.checkpoints, agreed)
+        return () if step is None else (step,)
 
     def _exclude(self, hosts: Sequence[str], alert: Alert) -> None:
         entries = [ExcludedHost(host=host, step=alert.step, reason=alert.cause) for host in hosts]

@@ -28,6 +28,7 @@ from toolkit.rows import float_or_nan, read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 from toolkit.train.build import Training, TrainingHooks
+from toolkit.train.departure import Departure
 from toolkit.train.nonfinite import Diverged
 
 log = logging.getLogger(__name__)
@@ -37,10 +38,16 @@ SAMPLING_TEMPERATURE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class TrainingOutcome:
-    """How the loop ended; ``diverged`` is set if ``code`` is DIVERGED."""
+    """How the loop ended.
+
+    Attributes:
+        diverged: set if ``code`` is DIVERGED.
+        departure: set if ``code`` is STOPPED because faulty nodes leave the run.
+    """
 
     code: ExitCode
     diverged: Diverged | None = None
+    departure: Departure | None = None
 
 
 def finish(training: Training, hooks: TrainingHooks, outcome: TrainingOutcome) -> None:
@@ -53,7 +60,9 @@ def finish(training: Training, hooks: TrainingHooks, outcome: TrainingOutcome) -
     context, step = training.context, training.state.step
     plan, directory = context.plan, context.directory
     elapsed = hooks.run_timer.format_spent(time.monotonic())
-    unsaved = hooks.checkpoints.skipped_last_save or outcome.diverged is not None
+    unsaved = (
+        hooks.checkpoints.skipped_last_save or outcome.diverged is not None or outcome.departure is not None
+    )
     saved_step = (directory.saved_step() or 0) if unsaved else None
     goodput = hooks.goodput.goodput(saved_step)
     if goodput is not None:
@@ -73,6 +82,8 @@ def finish(training: Training, hooks: TrainingHooks, outcome: TrainingOutcome) -
         )
         log.error(reason)
         directory.finish(RunState.FAILED, int(outcome.code), reason, attempt=context.attempt)
+    elif outcome.departure is not None:
+        log.warning(f"{outcome.departure}")  # the process records the end when all nodes have agreed on it
     elif hooks.checkpoints.skipped_last_save:
         reason = hooks.deadline.describe_lost_work(
             training.stop() or "another rank was asked to stop",

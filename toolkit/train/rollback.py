@@ -207,8 +207,12 @@ def roll_back(training: Training, hooks: TrainingHooks, fault: Fault) -> Iterabl
     return stream.steps(step)
 
 
-def agreed_sound_step(context: RankContext) -> int | None:
-    """Return the newest step whose checkpoint every rank finds sound; None if there is none. Collective."""
-    own = newest_sound_step(context.directory.checkpoints)
+def agreed_sound_step(context: RankContext, up_to: int | None = None) -> int | None:
+    """Return the newest step whose checkpoint every rank finds sound; None if there is none. Collective.
+
+    Args:
+        up_to: as in :func:`newest_sound_step`.
+    """
+    own = newest_sound_step(context.directory.checkpoints, up_to)
     (lowest,) = context.all_reduce_flags([1 if own is None else -own])
     return None if lowest > 0 else -lowest

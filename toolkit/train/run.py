@@ -22,6 +22,8 @@ from toolkit.plan.types import RunPlan
 from toolkit.restart_phases import RestartPhase, RestartPhases
 from toolkit.rundir.directory import RunDirectory
 from toolkit.train.build import Training, TrainingHooks, build_hooks, build_task, log_setup, make_step_sync
+from toolkit.train.computation_check import WrongComputation
+from toolkit.train.departure import ElasticNodes, leave_faulty_nodes
 from toolkit.train.finalize import TrainingOutcome, finish
 from toolkit.train.loop import train
 from toolkit.train.micro_batches import prefetches
@@ -56,6 +58,7 @@ def run(
     seconds_left: Callable[[], float | None] = lambda: None,
     snapshot_folder: Path | None = None,
     restart: RestartPhases | None = None,
+    elastic: ElasticNodes | None = None,
 ) -> ExitCode:
     """Train on this rank. With several ranks the process group is initialized before.
 
@@ -70,10 +73,12 @@ def run(
         snapshot_folder: this node's folder of snapshots in memory, which this attempt may continue from and
             writes to. None: this node has none, and then none are used on any node.
         restart: the phases of the restart that started this attempt, for the record.
+        elastic: how nodes can leave the run; None: their number is fixed.
 
     Returns:
         DONE after the last step. STOPPED if the ranks agreed to stop; then the state is saved, unless there
-        is no time for it and ``status.json`` describes what is lost. DIVERGED if a loss, gradient or weight
+        is no time for it and ``status.json`` describes what is lost. STOPPED also if a faulty node leaves the
+        run, and then nothing is saved. DIVERGED if a loss, gradient or weight
         is not finite, or rollbacks do not help, with the reason in ``status.json``. The caller writes every
         other end there.
 
@@ -149,6 +154,10 @@ def run(
         )
         restore_hooks(resume_point, hooks.all, rank=rank)
         outcome = fit(training, hooks)
+        if isinstance(outcome.diverged, WrongComputation):
+            departure = leave_faulty_nodes(training, hooks, outcome.diverged, elastic)
+            if departure is not None:
+                outcome = TrainingOutcome(ExitCode.STOPPED, departure=departure)
         set_exit_code(outcome.code)
         try:
             finish(training, hooks, outcome)

@@ -59,7 +59,8 @@ class SavePhase(StrEnum):
 class RankSave:
     """One rank's part of one save. ``number`` counts the saves of this attempt and is equal on all ranks.
 
-    ``in_use`` returns steps whose checkpoints retention keeps, because they are being uploaded.
+    ``in_use`` returns steps whose checkpoints retention keeps, because they are being uploaded or may be
+    needed again.
     """
 
     directory: Path

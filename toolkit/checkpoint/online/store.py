@@ -67,7 +67,8 @@ class CheckpointStore:
         staging_bytes: Maximum size of the copy of a save in the background; None: unlimited. More state is
             saved in the foreground.
         on_phase: Called with each phase from the writing thread, for crash tests.
-        in_use: Returns the steps of checkpoints that are being read, which retention keeps.
+        in_use: Returns the steps of checkpoints that are being read or may be needed again, which retention
+            keeps.
     """
 
     def __init__(

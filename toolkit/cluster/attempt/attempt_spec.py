@@ -16,7 +16,7 @@ from toolkit.cluster.jobs.job import FROZEN, resolve_from_files
 from toolkit.cluster.stop.stop_request import process_start_time
 from toolkit.cluster.world.environment import Launch, Launcher, check_startable, detect_world
 from toolkit.cluster.world.machine_info import MachineInfo
-from toolkit.cluster.world.node_range import check_node_range
+from toolkit.cluster.world.node_range import check_departures, check_node_range
 from toolkit.commands import command_line
 from toolkit.config.cluster import ClusterBackend
 from toolkit.config.project import find_project
@@ -111,6 +111,7 @@ def start_attempt(
     plan = make_plan(config, detect_world(config.cluster, launch, machine))
     if launch.node_range is not None:
         check_node_range(config, launch.node_range, plan.world, agent_store=launch.agent_store)
+    check_departures(config, launch.node_range, restarts=launch.restart + launch.restarts_left)
     check_user_code(plan.config)
     check_schedule(plan)
     directory = RunDirectory(plan.run_dir)

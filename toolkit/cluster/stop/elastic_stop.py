@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 SAVE_SECONDS = 25.0
 REPORT_SECONDS = 10.0  # how long rank 0 waits for the other nodes, which have stopped after the same step
 QUERY_SECONDS = 5  # how long rank 0 waits for torchrun's rendezvous
+RENDEZVOUS_PORT = 29400  # if --rdzv-endpoint names none (torch 2.13, c10d_rendezvous_backend.py)
 AGENT_SIGNAL = "SIGTERM"  # sent by an agent that restarts its ranks
 
 
@@ -195,6 +196,24 @@ def _connect(pid: int) -> RendezvousHandler | None:
     return get_rendezvous_handler(
         RendezvousParameters(agent.rdzv_backend, agent.rdzv_endpoint, agent.rdzv_id, least, most, **settings)
     )
+
+
+def serves_rendezvous(agent: int) -> bool:
+    """Return whether an agent serves torchrun's rendezvous, which then ends with it.
+
+    Args:
+        agent: PID of the agent.
+    """
+    import psutil
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.run import parse_args
+
+    arguments = agent_arguments(agent_command_line(agent))
+    if arguments is None:
+        return False
+    _, port = parse_rendezvous_endpoint(parse_args(arguments).rdzv_endpoint, RENDEZVOUS_PORT)
+    connections = psutil.Process(agent).net_connections("tcp")
+    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in connections)
 
 
 def agent_arguments(command_line: Sequence[str]) -> list[str] | None:

@@ -92,8 +92,8 @@ class StopRequest:
         on_signal: called by the watching thread with the first signal's name, once there is something to
             save.
         signal: the signal that made the request, if any.
-        leaves: the request concerns this node only, which goes away: its launcher has died, or a cloud takes
-            the machine back.
+        leaves: the request concerns this node only, which goes away: its launcher has died, a cloud takes the
+            machine back, or it computes wrong values.
     """
 
     def __init__(self) -> None:

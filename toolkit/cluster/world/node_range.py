@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.config.cluster import ClusterConfig
+from toolkit.config.monitor import OnWrongComputation
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, PlanError, Problem
 from toolkit.plan.types import World
@@ -76,6 +77,30 @@ def check_node_range(config: RunConfig, nodes: NodeRange, world: World, *, agent
         key=NNODES,
         written=f"--nnodes={nodes}",
         remedy=lambda accepted: f"start torchrun with --nnodes={accepted}",
+    )
+
+
+def check_departures(config: RunConfig, nodes: NodeRange | None, *, restarts: int) -> None:
+    """Check that nodes can leave a run that ``monitor.on_wrong_computation=leave`` asks to do so.
+
+    Args:
+        nodes: None: the number of nodes is fixed.
+        restarts: how often the agents may start the ranks again, including earlier restarts.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if config.monitor.on_wrong_computation is not OnWrongComputation.leave or (nodes and restarts):
+        return
+    key = "monitor.on_wrong_computation"
+    lacking = "a fixed number of nodes" if nodes is None else "torchrun without --max-restarts"
+    raise ConfigError(
+        Problem(
+            key,
+            f"{key}=leave, and {lacking}",
+            "a node can leave a run of which torchrun may restart the ranks on fewer nodes",
+            f"start torchrun with --nnodes=MIN:MAX --max-restarts=3, or write {key}=stop",
+        )
     )
 
 
