@@ -3,8 +3,8 @@
 
 The state after the last check in which all ranks agreed is doubtful. So nothing is saved, and the run goes
 back to a checkpoint that this check has confirmed. The agents of the faulty nodes end, and those of the other
-nodes start the ranks again (``cluster/stop/elastic_stop.py``). ``departures.jsonl`` in the run's directory has a
-row for each decision, with the facts that it follows from.
+nodes start the ranks again (``cluster/stop/elastic_stop.py``). ``departures.jsonl`` in the run's directory
+has a row for each decision, with the facts that it follows from.
 """
 
 from __future__ import annotations
