@@ -286,7 +286,7 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
         "scancel": 'note scancel "$@"; [ -e "$NOTES/step" ] && kill -TERM "$(cat "$NOTES/step")"',
         "scontrol": 'case "$*" in *hostnames*) printf "n1\\nn2\\n";;\n'
         '*) printf "NodeName=n%s Arch=x86_64 NodeAddr=10.0.0.%s Version=22\\n" 1 1 2 2;; esac',
-        "python": 'case "$*" in *"cluster.requeue "*) note requeue "$@"; exit 75;;\n'
+        "python": 'case "$*" in *"cluster.jobs.requeue "*) note requeue "$@"; exit 75;;\n'
         '*rendezvous_server*) note server "$@"; exit "${SERVER:-0}";;\n'
         '*requeue_after_node_loss*) note after "$@"; exit;; esac\n'
         'note task "$@" "${PET_RDZV_CONF:-}" "${PET_LOCAL_ADDR:-}"; echo $$ > "$NOTES/step"\n'

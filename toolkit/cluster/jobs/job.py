@@ -102,7 +102,7 @@ class JobId:
 
 
 class Backend(Protocol):
-    """Interface for submitting jobs; each module of ``cluster/backends`` implements it."""
+    """Interface for submitting jobs; each module of ``cluster/jobs/backends`` implements it."""
 
     def render(self, job: TrainingJob) -> Mapping[str, str]:
         """Return the files of the job's folder by name, including ``config.yaml``. Pure.
