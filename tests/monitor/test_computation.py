@@ -53,20 +53,20 @@ def test_third_rank_decides_which_is_wrong(faulty: int) -> None:
     )
     assert f"cluster.slurm.exclude=node{faulty // 2})" in alert.next_step
     assert "a checkpoint before step 11" in alert.next_step
-    assert found.guilty_hosts == (f"node{faulty // 2}",)
+    assert found.confirmed_faulty_hosts == (f"node{faulty // 2}",)
 
 
 def test_rank_without_peers_does_not_show_whether_its_host_or_its_kernels_are_wrong() -> None:
     found = find_difference([forward(0, (0, "embed", 1))])
     assert found is not None
     assert found.faulty
-    assert found.guilty_hosts == ()
+    assert found.confirmed_faulty_hosts == ()
 
 
 def test_two_ranks_that_always_differ_do_not_show_which_is_wrong() -> None:
     found = find_difference([forward(0), forward(1, *always("embed"))])
     assert found is not None
-    assert found.guilty_hosts == ()
+    assert found.confirmed_faulty_hosts == ()
     assert found.faulty == ()
     alert = make_alert(20, found, None)
     assert alert.where == "ranks 0, 1"

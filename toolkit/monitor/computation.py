@@ -50,13 +50,13 @@ class ForwardDifference:
         return self.faulty or self.peers
 
     @property
-    def guilty(self) -> tuple[RankForward, ...]:
+    def confirmed_faulty(self) -> tuple[RankForward, ...]:
         """The faulty ranks; none if no other rank shows that the kernels are deterministic."""
         return self.faulty if any(peer not in self.faulty for peer in self.peers) else ()
 
     @property
-    def guilty_hosts(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(rank.host for rank in self.guilty))
+    def confirmed_faulty_hosts(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(rank.host for rank in self.confirmed_faulty))
 
 
 def find_difference(forwards: Sequence[RankForward]) -> ForwardDifference | None:

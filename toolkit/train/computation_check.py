@@ -37,16 +37,16 @@ class WrongComputation(Diverged):
     """Training ends because ranks computed different values from the same micro-batch.
 
     Attributes:
-        guilty: the ranks that compute wrong values; empty if they are unknown.
+        confirmed_faulty: the ranks that compute wrong values; empty if they are unknown.
         agreed_step: the step of the last check in which all ranks agreed; None: none is known.
         why_not_left: why an elastic run does not continue without them; None: it was not asked to.
     """
 
     def __init__(
-        self, alert: Alert, run_dir: str, guilty: Sequence[RankForward], agreed_step: int | None
+        self, alert: Alert, run_dir: str, confirmed_faulty: Sequence[RankForward], agreed_step: int | None
     ) -> None:
         super().__init__(f"step {alert.step}: {alert.cause}", weights_finite=True)
-        self.step, self.guilty, self.agreed_step = alert.step, tuple(guilty), agreed_step
+        self.step, self.confirmed_faulty, self.agreed_step = alert.step, tuple(confirmed_faulty), agreed_step
         self.why_not_left: str | None = None
         self._remedy = alert.next_step.replace("RUN_DIR", run_dir)
 
@@ -98,9 +98,11 @@ class ComputationCheck(Hook):
         alert = make_alert(completed.step, difference, self._equal_at)
         if self._context.rank == 0:
             self._alert(alert)
-            self._exclude(difference.guilty_hosts, alert)
+            self._exclude(difference.confirmed_faulty_hosts, alert)
         if self._stops:
-            raise WrongComputation(alert, self._context.plan.run_dir, difference.guilty, self._equal_at)
+            raise WrongComputation(
+                alert, self._context.plan.run_dir, difference.confirmed_faulty, self._equal_at
+            )
 
     def on_rollback(self, path: Path) -> None:
         if self._equal_at is not None:

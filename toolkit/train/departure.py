@@ -157,7 +157,7 @@ def leave_faulty_nodes(
     if context.plan.config.monitor.on_wrong_computation is not OnWrongComputation.leave:
         return None
     world, directory = context.plan.world, context.directory
-    faulty = tuple(sorted({rank.rank // world.ranks_per_node for rank in wrong.guilty}))
+    faulty = tuple(sorted({rank.rank // world.ranks_per_node for rank in wrong.confirmed_faulty}))
     host_leaves, no_restart = context.all_reduce_flags(
         [
             elastic is not None and context.node in faulty and elastic.serves_rendezvous(),
@@ -171,7 +171,7 @@ def leave_faulty_nodes(
             step=wrong.step,
             cause=str(wrong).partition(": ")[2],
             faulty_nodes=faulty,
-            hosts=tuple(dict.fromkeys(rank.host for rank in wrong.guilty)),
+            hosts=tuple(dict.fromkeys(rank.host for rank in wrong.confirmed_faulty)),
             nodes=world.nodes,
             min_nodes=None if elastic is None else elastic.min_nodes,
             can_restart=not no_restart,
