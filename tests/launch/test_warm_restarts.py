@@ -205,12 +205,14 @@ def test_second_kill_during_recovery(
         run.wait_at_gate(started, standbys=2)
         first = {process.pid for process in started.ranks().values()}
         send_signal(signal.SIGKILL, started.ranks()[0].pid)
-        started.wait_until(
-            lambda: bool(started.ranks()) and not first & {rank.pid for rank in started.ranks().values()},
-            SECONDS,
-            "in recovery",
-        )
-        send_signal(signal.SIGKILL, next(iter(started.ranks().values())).pid)
+        new: list[int] = []
+
+        def is_recovering() -> bool:
+            new[:] = (process.pid for process in started.ranks().values())
+            return bool(new) and first.isdisjoint(new)
+
+        started.wait_until(is_recovering, SECONDS, "in recovery")
+        send_signal(signal.SIGKILL, new[0])
         run.finish(started, attempts=3)
     assert run.losses() == unbroken(DEEPSPEED)
     assert run.restart(3).standbys == 0
