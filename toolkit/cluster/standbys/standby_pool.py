@@ -23,6 +23,7 @@ import queue
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,6 +193,9 @@ def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) 
     with suppress(OSError):  # a container may mount /proc read-only
         PROCESS_NAME.write_text(f"warm-up-{rank}")
         OOM_SCORE.write_text(OOM_FIRST)
+    # The first call writes a file and removes it. At low priority this takes long enough for a kill to come
+    # in between.
+    tempfile.gettempdir()
     priority = os.getpriority(os.PRIO_PROCESS, 0)
     with _silent_output():
         imported, error = _call_at_low_priority(lambda: _warm_up(Path(options[HANDOVER]), warm_up))
