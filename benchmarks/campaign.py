@@ -147,7 +147,7 @@ class Campaign:
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         }
 
-    def go_on(self, count: int, minutes: float = inf) -> list[dict[str, Any]]:
+    def run_remaining(self, count: int, minutes: float = inf) -> list[dict[str, Any]]:
         """Run the cases that have no row yet, and return the rows of all.
 
         Args:
@@ -224,7 +224,7 @@ def main() -> int:
             row = campaign.repeat(given.case)
             print(json.dumps(row, indent=1))
             return int(bool(row["violations"]))
-        rows = campaign.go_on(given.faults, given.minutes)
+        rows = campaign.run_remaining(given.faults, given.minutes)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER

@@ -44,7 +44,7 @@ def is_timed(row: Row) -> bool:
     return bool(row["other_cores"] < IDLE_CORES)
 
 
-def _hit(rows: Iterable[Row]) -> list[Row]:
+def _with_fault(rows: Iterable[Row]) -> list[Row]:
     """Return the rows whose fault came before the run had ended."""
     return [row for row in rows if not row["missed"]]
 
@@ -53,7 +53,7 @@ def summarise(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     """Return the figures of each class by name, in the order of names. Cases whose run had ended before the
     fault are left out.
     """
-    rows = _hit(rows)
+    rows = _with_fault(rows)
     found = {}
     for name in sorted({row["fault"] for row in rows}):
         mine = [row for row in rows if row["fault"] == name]
@@ -70,7 +70,7 @@ def summarise_restarts(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     """Return the figures of each kind of restart over all classes, and ``deaths``: seconds of those after
     ``DEATHS`` only, which can be compared with torchrun without the toolkit.
     """
-    rows = _hit(rows)
+    rows = _with_fault(rows)
     found = {}
     for name in KINDS:
         mine = [row for row in rows if kind_of_restart(row) == name]
@@ -117,7 +117,7 @@ def dominating_phase(recoveries: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def table(rows: Sequence[Row], missing: Mapping[str, str] | None = None) -> str:
-    """Return the tables of a campaign in Markdown, after a paragraph that says what was run.
+    """Return the tables of a campaign in Markdown, after a paragraph about what was run.
 
     Args:
         rows: of all cases; empty: nothing has been run.
@@ -159,11 +159,13 @@ def table(rows: Sequence[Row], missing: Mapping[str, str] | None = None) -> str:
 
 
 def _introduction(rows: Sequence[Row]) -> str:
-    """Say which cases were run when and where, how many violate an invariant, and which times count."""
+    """Return a paragraph: which cases were run when and where, how many violate an invariant, and which
+    times count.
+    """
     dates = sorted({row["date"] for row in rows})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     where = "; ".join(sorted({f"{row['machine']}; {row['versions']}" for row in rows}))
-    hit = _hit(rows)
+    hit = _with_fault(rows)
     violated = sum(bool(row["violations"]) for row in hit)
     late = f" In {len(rows) - len(hit)} cases the run had ended before the fault; they do not count." * (
         len(hit) < len(rows)

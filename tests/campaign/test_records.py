@@ -47,19 +47,21 @@ def campaign(tmp_path: Path, name: str, page: Path, seed: int = 7, classes: str 
 
 
 def test_campaign_continues_after_the_rows_of_its_folder(tmp_path: Path, ran: list[int]) -> None:
-    first = Campaign(7, tmp_path, [], []).go_on(3)
+    first = Campaign(7, tmp_path, [], []).run_remaining(3)
     assert [each["number"] for each in first] == ran == [0, 1, 2]
-    assert Campaign(7, tmp_path, [], []).go_on(3) == first
-    assert [each["number"] for each in Campaign(7, tmp_path, [], []).go_on(5)] == ran == [0, 1, 2, 3, 4]
+    assert Campaign(7, tmp_path, [], []).run_remaining(3) == first
+    assert (
+        [each["number"] for each in Campaign(7, tmp_path, [], []).run_remaining(5)] == ran == [0, 1, 2, 3, 4]
+    )
 
 
 def test_rows_of_other_cases_in_the_folder_do_not_count(
     tmp_path: Path, ran: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Campaign(8, tmp_path, [], []).go_on(2)
-    Campaign(7, tmp_path, [], []).go_on(3)
+    Campaign(8, tmp_path, [], []).run_remaining(2)
+    Campaign(7, tmp_path, [], []).run_remaining(3)
     assert ran == [0, 1, 0, 1, 2]
-    Campaign(7, tmp_path, [], []).go_on(3)
+    Campaign(7, tmp_path, [], []).run_remaining(3)
     assert ran == [0, 1, 0, 1, 2]
     assert "2 rows are of other cases and do not count" in capsys.readouterr().out
 
@@ -67,14 +69,14 @@ def test_rows_of_other_cases_in_the_folder_do_not_count(
 def test_campaign_continues_after_recorded_rows_in_a_new_folder(
     tmp_path: Path, page: Path, ran: list[int]
 ) -> None:
-    campaign(tmp_path, "one", page).go_on(3)
-    rows = campaign(tmp_path, "two", page).go_on(5)
+    campaign(tmp_path, "one", page).run_remaining(3)
+    rows = campaign(tmp_path, "two", page).run_remaining(5)
     assert [row["number"] for row in rows] == ran == [0, 1, 2, 3, 4]
     recorded = list(read_rows(tmp_path / "campaign.jsonl"))
     assert [row["number"] for row in recorded] == [0, 1, 2, 3, 4]
     assert "output" not in recorded[0]
     assert "So far 5 of the 500 cases of seed 7" in page.read_text()
-    Campaign(7, tmp_path / "two", [], []).go_on(3)
+    Campaign(7, tmp_path / "two", [], []).run_remaining(3)
     assert ran[5:] == [0, 1, 2], "a campaign that is not recorded runs the cases itself"
 
 
@@ -90,30 +92,30 @@ def test_each_case_is_recorded_before_the_next_begins(
 
     monkeypatch.setattr(Campaign, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        campaign(tmp_path, "one", page).go_on(5)
+        campaign(tmp_path, "one", page).run_remaining(5)
     assert [row["number"] for row in read_rows(tmp_path / "campaign.jsonl")] == [0, 1]
     assert "So far 2 of the 500 cases" in page.read_text()
 
 
 def test_recorded_rows_of_other_cases_are_refused(tmp_path: Path, page: Path, ran: list[int]) -> None:
-    campaign(tmp_path, "one", page).go_on(2)
+    campaign(tmp_path, "one", page).run_remaining(2)
     before = (tmp_path / "campaign.jsonl").read_text()
     with pytest.raises(InputError, match=r"rows of seed 7\n.*have its seed, 8"):
-        campaign(tmp_path, "two", page, seed=8).go_on(2)
+        campaign(tmp_path, "two", page, seed=8).run_remaining(2)
     with pytest.raises(InputError, match=r"2 rows of other cases, the first of them number 0"):
-        campaign(tmp_path, "two", page, classes="rank-killed").go_on(2)
+        campaign(tmp_path, "two", page, classes="rank-killed").run_remaining(2)
     changed = before.replace("torchrun", "deepspeed", 1)
     assert changed != before
     (tmp_path / "campaign.jsonl").write_text(changed)
     with pytest.raises(InputError, match="1 rows of other cases"):
-        campaign(tmp_path, "two", page).go_on(3)
+        campaign(tmp_path, "two", page).run_remaining(3)
     assert (ran, (tmp_path / "campaign.jsonl").read_text()) == ([0, 1], changed)
 
 
 def test_repeated_case_replaces_its_row(tmp_path: Path, page: Path, ran: list[int]) -> None:
-    campaign(tmp_path, "one", page).go_on(3)
+    campaign(tmp_path, "one", page).run_remaining(3)
     campaign(tmp_path, "two", page).repeat(1)
-    rows = campaign(tmp_path, "one", page).go_on(3)
+    rows = campaign(tmp_path, "one", page).run_remaining(3)
     assert [row["number"] for row in rows] == [0, 1, 2]
     assert ran == [0, 1, 2, 1]
 
@@ -121,7 +123,7 @@ def test_repeated_case_replaces_its_row(tmp_path: Path, page: Path, ran: list[in
 def test_no_case_begins_after_the_limit(
     tmp_path: Path, ran: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert Campaign(7, tmp_path, [], []).go_on(3, minutes=0.0) == []
+    assert Campaign(7, tmp_path, [], []).run_remaining(3, minutes=0.0) == []
     assert ran == []
     assert "3 cases are left after 0 minutes" in capsys.readouterr().out
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from tests.train.test_computation_check import add_ulp_in_turn
-from tests.train.tiny_run import TinyRun
+from tests.train.tiny_run import TinyRun, read_jsonl
 from toolkit.config.monitor import OnWrongComputation
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
+from toolkit.monitor.sinks.jsonl import append_durable_row
 from toolkit.rundir.status import RunState
-from toolkit.train.departure import DepartureFacts, append_departure, decide_departure, read_departures
+from toolkit.train.departure import DepartureFacts, decide_departure, read_departures
 
 FOUND = DepartureFacts(
     attempt=1,
@@ -33,6 +34,24 @@ FOUND = DepartureFacts(
     agreed_step=10,
     checkpoint_step=8,
 )
+
+
+def leave(config: RunConfig) -> None:
+    config.monitor.computation_every = 2
+    config.monitor.on_wrong_computation = OnWrongComputation.leave
+
+
+def compute_wrongly(monkeypatch: pytest.MonkeyPatch, after: Path | None = None) -> None:
+    """Change every second output of the forward passes of checks, once ``after`` exists if it is given."""
+    linear, calls = torch.nn.functional.linear, iter(range(10**6))
+
+    def wrong(*arguments: Any) -> torch.Tensor:
+        output = linear(*arguments)
+        if not torch.is_grad_enabled() and (after is None or after.exists()):
+            add_ulp_in_turn(output, next(calls))
+        return output
+
+    monkeypatch.setattr(torch.nn.functional, "linear", wrong)
 
 
 @pytest.mark.parametrize("faulty", [(2,), (0, 3)])
@@ -69,7 +88,7 @@ def test_rows_replay_the_decisions(tmp_path: Path) -> None:
     file = tmp_path / "departures.jsonl"
     decisions = [decide_departure(FOUND), decide_departure(replace(FOUND, attempt=2, min_nodes=4))]
     for decision in decisions:
-        append_departure(file, decision)
+        append_durable_row(file, decision.to_row())
     with file.open("a") as rows:
         rows.write('{"attempt": 3, "st')
     assert read_departures(file) == decisions
@@ -81,19 +100,7 @@ def test_run_with_a_fixed_number_of_nodes_ends_and_keeps_the_confirmed_checkpoin
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks after steps 2 and 4 agree, and that after step 6 does not. Only one checkpoint is to be kept."""
-    linear, calls = torch.nn.functional.linear, iter(range(10**6))
-
-    def leave(config: RunConfig) -> None:
-        config.monitor.computation_every = 2
-        config.monitor.on_wrong_computation = OnWrongComputation.leave
-
-    def wrong(*arguments: Any) -> torch.Tensor:
-        output = linear(*arguments)
-        if not torch.is_grad_enabled() and (tmp_path / "run/checkpoints/step-00000005").exists():
-            add_ulp_in_turn(output, next(calls))
-        return output
-
-    monkeypatch.setattr(torch.nn.functional, "linear", wrong)
+    compute_wrongly(monkeypatch, after=tmp_path / "run/checkpoints/step-00000005")
     run = TinyRun(tmp_path / "run", data, config=leave, checkpoint__every="1", checkpoint__keep_last=1)
     assert (run.code, run.status.state, run.status.step) == (ExitCode.DIVERGED, RunState.FAILED, 6)
     reason = run.status.reason or ""
@@ -102,6 +109,8 @@ def test_run_with_a_fixed_number_of_nodes_ends_and_keeps_the_confirmed_checkpoin
         "step-00000004",
         "step-00000005",
     ]
+    (alert,) = read_jsonl(run.directory.alerts_file)
+    assert alert["next_step"].startswith("none if the run continues on the other nodes")
     (row,) = read_departures(run.directory.departures_file)
     assert (row.leaving, row.facts.step, row.facts.agreed_step, row.facts.checkpoint_step) == ((), 6, 4, 4)
 
@@ -110,21 +119,9 @@ def test_later_attempt_doubts_what_an_earlier_one_saved_after_its_last_check(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first attempt is checked after step 2 and ends with step 3. The second finds a difference."""
-    linear, calls = torch.nn.functional.linear, iter(range(10**6))
-
-    def leave(config: RunConfig) -> None:
-        config.monitor.computation_every = 2
-        config.monitor.on_wrong_computation = OnWrongComputation.leave
-
-    def wrong(*arguments: Any) -> torch.Tensor:
-        output = linear(*arguments)
-        if not torch.is_grad_enabled():
-            add_ulp_in_turn(output, next(calls))
-        return output
-
     first = TinyRun(tmp_path / "run", data, config=leave, checkpoint__every="1", train__steps=3)
     assert first.code is ExitCode.DONE
-    monkeypatch.setattr(torch.nn.functional, "linear", wrong)
+    compute_wrongly(monkeypatch)
     second = TinyRun(tmp_path / "run", data, config=leave, checkpoint__every="1")
     assert second.code is ExitCode.DIVERGED
     (row,) = read_departures(second.directory.departures_file)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,17 +19,12 @@ from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import StepConsensus
 from toolkit.hooks import CompletedStep
 from toolkit.monitor.health.loss import MIN_STEPS
+from toolkit.monitor.sinks.jsonl import append_durable_row
 from toolkit.observe.goodput_tracker import GoodputTracker
 from toolkit.plan.types import BatchPlan, RampStage
 from toolkit.rundir.repeated_steps import cut_rows
 from toolkit.train.nonfinite import Diverged
-from toolkit.train.rollback import (
-    Rollback,
-    append_rollback,
-    decide_rollback,
-    read_rollbacks,
-    skipped_on_resume,
-)
+from toolkit.train.rollback import Rollback, decide_rollback, read_rollbacks, skipped_on_resume
 from toolkit.train.soundness import Fault, FaultKind, RollbackRequired, Soundness
 
 # 4 samples a step, 8 from step 10 on
@@ -189,8 +185,8 @@ def test_start_skips_what_later_rollbacks_skipped_but_not_what_it_has_learned_fr
 def test_rows_of_rollbacks_are_read_back(tmp_path: Path) -> None:
     file = tmp_path / "rollbacks.jsonl"
     assert read_rollbacks(file) == []
-    append_rollback(file, decided(8))
-    append_rollback(file, decided(12))
+    append_durable_row(file, asdict(decided(8)))
+    append_durable_row(file, asdict(decided(12)))
     with file.open("a") as torn:
         torn.write('{"step": 3')
     first, second = read_rollbacks(file)
@@ -199,7 +195,7 @@ def test_rows_of_rollbacks_are_read_back(tmp_path: Path) -> None:
     assert math.isnan(first.grad_norm), "JSON has no infinity"
     assert (first.skipped, second.skipped) == ((24, 32), (40, 56))
     assert (first.step, first.checkpoint_step, first.attempt) == (8, 4, 1)
-    append_rollback(file, decided(16))
+    append_durable_row(file, asdict(decided(16)))
     assert [rollback.step for rollback in read_rollbacks(file)] == [8, 12, 16]
 
 

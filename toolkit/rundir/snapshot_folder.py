@@ -45,8 +45,8 @@ FOREIGN_SECONDS = 86400.0  # the same for a folder of an agent whose process can
 def snapshot_root(memory_folder: str) -> Path:
     """Return the folder that contains the folders of this node's runs.
 
-    In a folder that the user names each node has a folder of its own: if the disk is shared after all, no
-    node takes another one's folder for abandoned, or for its own.
+    In a folder that the user names each node has a subfolder of its own. Without it, nodes that share the
+    disk against the documentation would remove or use each other's snapshots.
 
     Args:
         memory_folder: ``checkpoint.memory_folder``.

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,7 +74,7 @@ class ComputationCheck(Hook):
     ) -> None:
         monitor = context.plan.config.monitor
         self._every = monitor.computation_every
-        self._stops = monitor.on_wrong_computation is not OnWrongComputation.alert
+        self._reaction = monitor.on_wrong_computation
         self._context, self._engine, self._objective, self._alert = context, engine, objective, alert
         self._axes = context.plan.axes
         at = self._axes.coordinates(context.rank)
@@ -97,9 +98,9 @@ class ComputationCheck(Hook):
             return
         alert = make_alert(completed.step, difference, self._equal_at)
         if self._context.rank == 0:
-            self._alert(alert)
+            self._alert(alert if self._reaction is not OnWrongComputation.leave else _with_departure(alert))
             self._exclude(difference.confirmed_faulty_hosts, alert)
-        if self._stops:
+        if self._reaction is not OnWrongComputation.alert:
             raise WrongComputation(
                 alert, self._context.plan.run_dir, difference.confirmed_faulty, self._equal_at
             )
@@ -154,6 +155,12 @@ class ComputationCheck(Hook):
         if self._axes.size > 1:
             dist.all_gather_object(everyone, value)
         return everyone
+
+
+def _with_departure(alert: Alert) -> Alert:
+    """Return the alert of a run whose faulty nodes leave it if they can."""
+    departed = "none if the run continues on the other nodes (departures.jsonl)"
+    return replace(alert, next_step=f"{departed}; otherwise {alert.next_step}")
 
 
 def _host_name() -> str:

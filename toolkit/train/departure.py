@@ -18,8 +18,7 @@ from typing import Any
 from toolkit.checkpoint.directory import rewind_to_checkpoint
 from toolkit.checkpoint_folder import step_name
 from toolkit.config.monitor import OnWrongComputation
-from toolkit.files import write_whole
-from toolkit.monitor.sinks.jsonl import encode_row
+from toolkit.monitor.sinks.jsonl import append_durable_row
 from toolkit.rows import read_rows
 from toolkit.train.build import Training, TrainingHooks
 from toolkit.train.computation_check import WrongComputation
@@ -88,6 +87,9 @@ class Departure:
     leaving: tuple[int, ...]
     refusal: str | None
 
+    def to_row(self) -> dict[str, Any]:
+        return {**asdict(self.facts), "leaving": self.leaving, "refusal": self.refusal}
+
     def __str__(self) -> str:
         facts = self.facts
         numbers = f"node{'s' * (len(self.leaving) > 1)} {', '.join(map(str, self.leaving))}"
@@ -128,13 +130,6 @@ def read_departures(file: Path) -> list[Departure]:
         facts = DepartureFacts(**{name: values[name] for name in names})
         found.append(Departure(facts=facts, leaving=values["leaving"], refusal=values["refusal"]))
     return found
-
-
-def append_departure(file: Path, departure: Departure) -> None:
-    """Append a row; it is durable when this returns. An incomplete last row is removed."""
-    rows = [*read_departures(file), departure]
-    content = [{**asdict(row.facts), "leaving": row.leaving, "refusal": row.refusal} for row in rows]
-    write_whole(file, b"".join(map(encode_row, content)))
 
 
 def leave_faulty_nodes(
@@ -184,7 +179,7 @@ def leave_faulty_nodes(
     if context.rank == 0:
         if decision.refusal is None:
             _rewind(training, hooks, decision.facts)
-        append_departure(directory.departures_file, decision)
+        append_durable_row(directory.departures_file, decision.to_row())
     if context.node in decision.leaving:
         assert elastic is not None, "nodes leave an elastic run only"
         elastic.leave(str(wrong))

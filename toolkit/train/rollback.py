@@ -18,9 +18,8 @@ from toolkit.checkpoint.directory import newest_sound_step, rewind_to_checkpoint
 from toolkit.checkpoint_folder import step_name
 from toolkit.config.schema import RollbackConfig
 from toolkit.data.order.skipped import SkippedSamples
-from toolkit.files import write_whole
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.sinks.jsonl import encode_row
+from toolkit.monitor.sinks.jsonl import append_durable_row
 from toolkit.observe.context import RankContext
 from toolkit.plan.types import BatchPlan
 from toolkit.rows import float_or_nan, read_rows
@@ -154,12 +153,6 @@ def read_rollbacks(file: Path) -> list[Rollback]:
     ]
 
 
-def append_rollback(file: Path, rollback: Rollback) -> None:
-    """Append a row; it is durable when this returns. An incomplete last row is removed."""
-    rows = [*read_rollbacks(file), rollback]
-    write_whole(file, b"".join(encode_row({**asdict(row), "skipped": list(row.skipped)}) for row in rows))
-
-
 def roll_back(training: Training, hooks: TrainingHooks, fault: Fault) -> Iterable[Any]:
     """Go back to the newest sound checkpoint, and return the samples of the steps after it. Collective.
 
@@ -194,7 +187,7 @@ def roll_back(training: Training, hooks: TrainingHooks, fault: Fault) -> Iterabl
         aside = directory.set_aside_folder(attempt)
         rewind_to_checkpoint(directory.checkpoints, folder, step, aside)
         directory.cut_rows_after(step, attempt)
-        append_rollback(directory.rollbacks_file, decided)
+        append_durable_row(directory.rollbacks_file, asdict(decided))
         alert = decided.to_alert()
         training.monitor.alert(alert)
         log.warning(f"{fault.cause}: {alert.cause}")

@@ -140,7 +140,7 @@ def agree_after_stop(
         rendezvous.publish("after-stop", asdict(decision))
         rendezvous.wait_for_confirmations("after-stop", launch.nodes - 1, REPORT_SECONDS)
     except (RuntimeError, TimeoutError) as error:  # the first by torch.distributed: a rank has gone
-        log.warning("the nodes have not agreed how the run goes on: %s", error)
+        log.warning("the nodes have not agreed whether the run continues: %s", error)
         return None
     return decision
 

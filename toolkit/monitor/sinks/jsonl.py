@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from toolkit.files import write_whole
 from toolkit.monitor.sink import Kind, Row, Sink
 
 BUFFER_BYTES = 2**20  # few writes, because each one releases the interpreter and has to reacquire it
@@ -56,6 +57,12 @@ def _open_for_append(path: Path) -> BinaryIO:
             if file.read(1) != b"\n":
                 file.write(b"\n")
     return path.open("ab", buffering=BUFFER_BYTES)
+
+
+def append_durable_row(file: Path, row: Row) -> None:
+    """Append a row to a short file; it is durable when this returns. An incomplete last line is removed."""
+    content = file.read_bytes() if file.exists() else b""
+    write_whole(file, content[: content.rfind(b"\n") + 1] + encode_row(row))
 
 
 def encode_row(row: Row) -> bytes:
