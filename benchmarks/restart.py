@@ -2,8 +2,6 @@
 
     python benchmarks/restart.py                              about five minutes on two cores
     python benchmarks/restart.py --rounds 1 --kills 2 --only warm memory
-    python benchmarks/restart.py --overhead                   the cost of supervision, standbys and snapshots;
-                                                              about four minutes
 
 A model of 11 M parameters trains with ZeRO 1 on two ranks. The contenders take turns; in each turn a run
 starts, and ranks 0 and 1 are killed in turn after some steps:
@@ -26,7 +24,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,6 @@ from toolkit.rundir.directory import RunDirectory
 
 RESULTS = ROOT / "benchmarks" / "results" / "restart.json"
 CHECKPOINT_EVERY, MEMORY_EVERY = 40, 5
-OVERHEAD_STEPS = 4 * CHECKPOINT_EVERY
 STEPS_BEFORE_A_KILL = 12  # of an attempt; not a multiple of MEMORY_EVERY, so steps are repeated
 CONTENDERS: dict[str, tuple[str, ...]] = {
     "torchrun": ("cluster.standbys=0",),
@@ -106,27 +103,6 @@ def rounds_in(minutes: float, count: int) -> Iterator[int]:
             yield number
 
 
-def overhead(rounds: Iterable[int], data: str) -> dict[str, Any]:
-    """Compare the time of a step under torchrun, without snapshots, with that of a run by the parent process
-    with standbys and snapshots. Runs take turns; what counts begins when the standbys are ready.
-    """
-    plain, protected = "torchrun", "memory"
-    took: dict[str, list[float]] = {plain: [], protected: []}
-    for number in rounds:
-        for name in list(took)[:: 1 if number % 2 == 0 else -1]:
-            with tempfile.TemporaryDirectory() as folder, start(name, data, Path(folder)) as training:
-                training.wait_until("stepping", partial(training.has_steps, STEPS_BEFORE_A_KILL))
-                training.wait_until("with standbys", training.standbys_are_ready)
-                # both sides count the same number of checkpoints
-                first = (len(training.moments()) // CHECKPOINT_EVERY + 1) * CHECKPOINT_EVERY
-                last = first + OVERHEAD_STEPS
-                training.wait_until("done", partial(training.has_steps, last + 1))
-                moments = training.moments()
-                took[name].append((moments[last].time - moments[first].time) / OVERHEAD_STEPS)
-    ratios = [with_ / without for with_, without in zip(took[protected], took[plain], strict=True)]
-    return {"step_seconds": took, "ratios": ratios, "median_ratio": statistics.median(ratios)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -134,32 +110,25 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=3, help="per turn")
-    parser.add_argument("--overhead", action="store_true", help="measure runs without failures instead")
     parser.add_argument("--minutes", type=float, default=3.0, help="no round begins later")
     parser.add_argument(
         "--data", default=str(ROOT / "data" / "stdlib"), help="folder of the embedded text, created if absent"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    results = json.loads(given.out.read_text()) if given.out.exists() else {}
-    results |= {"machine": describe_machine(), "versions": package_versions("torch", "deepspeed")}
-    if given.overhead:
-        results["overhead"] = overhead(rounds_in(given.minutes, given.rounds), given.data)
-        ratio = results["overhead"]["median_ratio"]
-        print(f"a step with standbys and a snapshot every {MEMORY_EVERY}: {ratio:.4f} times that of torchrun")
-    else:
-        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in given.only}
-        for _ in rounds_in(given.minutes, given.rounds):
-            for name in given.only:
-                rows[name] += turn(name, given.kills, given.data)
-        results["contenders"] = {name: summarize(found) for name, found in rows.items()}
-        for name, row in results["contenders"].items():
-            phases = ", ".join(f"{phase} {took:.1f}" for phase, took in row["phases"].items())
-            times = f"p50 {row['p50_seconds']:.1f} s, p95 {row['p95_seconds']:.1f} s"
-            print(
-                f"{name:>9}: {times} over {row['kills']} kills, {row['repeated_steps']:.1f} steps repeated; "
-                f"{phases}"
-            )
+    results = {"machine": describe_machine(), "versions": package_versions("torch", "deepspeed")}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in given.only}
+    for _ in rounds_in(given.minutes, given.rounds):
+        for name in given.only:
+            rows[name] += turn(name, given.kills, given.data)
+    results["contenders"] = {name: summarize(found) for name, found in rows.items()}
+    for name, row in results["contenders"].items():
+        phases = ", ".join(f"{phase} {took:.1f}" for phase, took in row["phases"].items())
+        times = f"p50 {row['p50_seconds']:.1f} s, p95 {row['p95_seconds']:.1f} s"
+        print(
+            f"{name:>9}: {times} over {row['kills']} kills, {row['repeated_steps']:.1f} steps repeated; "
+            f"{phases}"
+        )
     given.out.write_text(json.dumps(results, indent=1) + "\n")
 
 

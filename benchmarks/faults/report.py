@@ -164,7 +164,8 @@ def _introduction(rows: Sequence[Row]) -> str:
     """
     dates = sorted({row["date"] for row in rows})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    where = "; ".join(sorted({f"{row['machine']}; {row['versions']}" for row in rows}))
+    machines = " and ".join(sorted({row["machine"] for row in rows}))
+    versions = " and ".join(sorted({row["versions"] for row in rows}))
     hit = _with_fault(rows)
     violated = sum(bool(row["violations"]) for row in hit)
     late = f" In {len(rows) - len(hit)} cases the run had ended before the fault; they do not count." * (
@@ -175,7 +176,7 @@ def _introduction(rows: Sequence[Row]) -> str:
     layouts = len({row["layout"] for row in rows})
     return (
         f"So far {len(rows)} of the {PLANNED_CASES} cases of seed {rows[0]['campaign_seed']} have been run, "
-        f"on {layouts} layouts ({when}; {where}). {violated} of {len(hit)} cases violated an invariant."
+        f"on {layouts} layouts ({when}; {machines}; {versions}). {violated} of {len(hit)} cases violated an invariant."
         f"{late} Times come only from the {len(timed)} cases during which other processes kept less than "
         f"{IDLE_CORES} cores busy on average{most}."
     )

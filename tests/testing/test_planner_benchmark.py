@@ -5,8 +5,7 @@ pytest tests/testing/test_planner_benchmark.py
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,16 +21,12 @@ from toolkit.estimate.types import StepEstimate
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
-def planner() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+def planner(benchmarks: None) -> ModuleType:
     import planner_cpu
 
-    yield planner_cpu
-    sys.path.remove(str(ROOT / "benchmarks"))
+    return planner_cpu
 
 
 def rows(seconds: list[float], predicted: list[float]) -> list[dict[str, object]]:
