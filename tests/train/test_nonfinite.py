@@ -225,6 +225,13 @@ def test_all_finite_finds_one_bad_value(value: float, dtype: torch.dtype) -> Non
     assert all_finite([])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_finite_accepts_values_whose_squares_overflow(dtype: torch.dtype) -> None:
+    largest = torch.full((3,), torch.finfo(dtype).max, dtype=dtype)
+    assert all_finite([largest, torch.randn(4)])
+    assert not all_finite([largest, torch.tensor([math.nan])])
+
+
 @pytest.mark.parametrize(
     ("finite", "checked", "expected"),
     [
