@@ -66,9 +66,9 @@ def added_seconds(moments: Sequence[StepMoment], every: int, *, offset: int = 0)
     return found
 
 
-def summarize(seconds: Sequence[float]) -> dict[str, float]:
+def summarize(seconds: Sequence[float]) -> dict[str, Any]:
     error = statistics.stdev(seconds) / sqrt(len(seconds))
-    return {"seconds": statistics.mean(seconds), "standard_error": error}
+    return {"seconds": statistics.mean(seconds), "standard_error": error, "each": list(seconds)}
 
 
 def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
