@@ -6,6 +6,7 @@ A check returns one sentence for each violation, and nothing if all is well.
 from __future__ import annotations
 
 import math
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -45,6 +46,11 @@ class End:
     status: Status | None
     orphans: tuple[str, ...] = ()
     late: bool = False
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the launcher was killed. Its ranks may complete the run before they notice that."""
+        return self.code == -signal.SIGKILL
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -187,7 +193,7 @@ def check_status(evidence: Evidence) -> Iterator[str]:
         if status.state.live:
             yield f"{where}, although no process is left"
         elif status.state is RunState.DONE:
-            if end.code != 0 or status.step != STEPS or status.exit_code != 0:
+            if not (end.code == 0 or end.was_killed) or status.step != STEPS or status.exit_code != 0:
                 yield f"{where}, step {status.step}, exit code {status.exit_code}"
             if status.checkpoint is None or not Path(status.checkpoint, "manifest.json").is_file():
                 yield f"{where} names the checkpoint {status.checkpoint}, which does not exist"

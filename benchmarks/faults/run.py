@@ -138,7 +138,8 @@ def differs_from_expected(expected: Expected, launcher: str, ends: Sequence[End]
         return f"the run was not finished by {len(ends)} commands: {ends[-1]}"
     attempt = ends[-1].status.attempt if ends[-1].status is not None else 0
     if expected is Expected.STOPPED:
-        return None if len(ends) == 2 else f"{len(ends)} commands instead of 2"
+        as_expected = len(ends) == 2 or (len(ends) == 1 and ends[0].was_killed)
+        return None if as_expected else f"{len(ends)} commands instead of 2"
     if len(ends) > 1:
         return f"the first command ended without finishing the run: {ends[0]}"
     if expected is Expected.UNAFFECTED and attempt > 1:

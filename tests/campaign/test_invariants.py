@@ -106,6 +106,15 @@ def with_status(evidence: Evidence, **changes: object) -> Evidence:
     return replace(evidence, ends=(replace(end, status=replace(end.status, **changes)),))
 
 
+@pytest.mark.parametrize(("code", "truthful"), [(-9, True), (1, False), (None, False)])
+def test_ranks_of_a_killed_launcher_may_complete_the_run(
+    sound: Evidence, code: int | None, truthful: bool
+) -> None:
+    (end,) = sound.ends
+    found = violations_of(replace(sound, ends=(replace(end, code=code),)))
+    assert ("status" not in found) is truthful
+
+
 def edit_rows(file: Path, edit: Callable[[list[str]], list[str]]) -> None:
     file.write_text("".join(edit(file.read_text().splitlines(keepends=True))))
 
