@@ -63,7 +63,7 @@ class DoctorCommand:
     """Runs the doctor in this process; it can report the findings so far at any time.
 
     Args:
-        words: the user's arguments, without ``--json``.
+        overrides: the user's arguments, without ``--json``.
         script: the file or module that every rank runs, if this process starts them.
     """
 

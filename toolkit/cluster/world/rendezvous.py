@@ -184,9 +184,8 @@ class Rendezvous:
             if self._launch.launcher is not Launcher.NONE:
                 _OPEN_STORES[key] = opened
             store = dist.PrefixStore(self._prefix, opened)
-            if (
-                self._launch.agent_store
-            ):  # The agent's store outlives the ranks and still has the messages of earlier generations.
+            if self._launch.agent_store:
+                # The agent's store outlives the ranks and still has the messages of earlier generations.
                 store = dist.PrefixStore(self._join_generation(store, seconds), store)
             self._kv_store = store
         return self._kv_store
