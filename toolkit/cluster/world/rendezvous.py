@@ -119,15 +119,13 @@ class Rendezvous:
         """Return whether another rank aborts this one within ``seconds``; True if the store has gone with its
         rank.
         """
-        from torch.distributed import DistError
-
         deadline = time.monotonic() + seconds
         try:
             while not self._store().check([ERROR]):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(POLL_SECONDS)
-        except (DistError, RuntimeError):
+        except RuntimeError:  # raised by torch.distributed
             return True
         return True
 
