@@ -9,7 +9,7 @@
 Each case trains a tiny model for 20 steps with DeepSpeed or Megatron-core on 2 to 8 ranks, or on two
 simulated machines, and suffers one fault at a random moment; if that ends the command, the same command is
 repeated. Then the invariants of benchmarks/faults/invariants.py are checked, against an unbroken run of the
-same layout. Some runs of the parent process have standbys and snapshots in memory. Kills of DeepSpeed ranks
+same layout. Some runs under plain ``python`` have standbys and snapshots in memory. Kills of DeepSpeed ranks
 are repeated with a plain script under ``torchrun --max-restarts``.
 
 The seed decides every case. Finished cases are rows of FOLDER/cases.jsonl; a second start continues after
@@ -137,7 +137,7 @@ class Campaign:
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """What a row says about the machine and the versions."""
+        """What a row records of the campaign, the machine and the versions."""
         from harness.environment import describe_machine, package_versions
 
         machine, versions = describe_machine(), package_versions()

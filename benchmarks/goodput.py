@@ -216,7 +216,7 @@ def measure(
     """
     with started(name, data) as training:
         directory = RunDirectory(training.dir)
-        before, first, began = record(directory, None), training.moments()[-1], time.time()
+        before, first, began = record(directory), training.moments()[-1], time.time()
         kills = []
         for failure in failures:
             time.sleep(max(0.0, began + failure.at - time.time()))
@@ -254,8 +254,8 @@ def measure(
     }
 
 
-def record(directory: RunDirectory, kept: int | None) -> Goodput:
-    found = compute_goodput(directory.attempt_times(), kept=kept)
+def record(directory: RunDirectory) -> Goodput:
+    found = compute_goodput(directory.attempt_times())
     assert found is not None, "the run has begun"
     return found
 

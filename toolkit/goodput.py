@@ -227,7 +227,7 @@ def write_times(folder: Path, times: AttemptTimes, *, durable: bool = False) -> 
 
 
 def read_times(folder: Path) -> AttemptTimes | None:
-    """Return None if the file is missing (older versions) or incomplete after a power failure."""
+    """Read the times; None if the file is missing, or incomplete after a power failure."""
     found = _parse_object(_text(folder / TIMES)) or {}
     known = {field.name: found[field.name] for field in fields(AttemptTimes) if field.name in found}
     text_fields = {"state", "reason"}

@@ -1,6 +1,7 @@
 """How long each phase of a restart took: ``attempts/NNN/restart.json`` of the attempt that it started.
 
-The supervisor notes the failure and passes it on; rank 0 adds the phases until its first step.
+The supervisor, or torchrun's standby server, notes the failure and passes it on; rank 0 adds the phases until
+its first step.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def write_restart(folder: Path, phases: RestartPhases) -> None:
 
 
 def read_restart(folder: Path) -> RestartPhases | None:
-    """Return None if the attempt was not started by a restart, or did not reach its first step."""
+    """Read the phases; None if the attempt was not started by a restart, or did not reach its first step."""
     try:
         return RestartPhases.from_json(json.loads((folder / RESTART).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):

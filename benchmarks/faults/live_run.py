@@ -42,7 +42,7 @@ SCRIPT = ROOT / "launch" / "train.py"
 
 
 class CaseFailed(Exception):
-    """The case cannot go on: the run did not reach the fault, or did not end in time."""
+    """The case cannot continue: the run did not reach the fault, or did not end in time."""
 
 
 class LiveRun:

@@ -21,7 +21,7 @@ from toolkit.rundir.directory import RunDirectory
 # example because the command was repeated, "detect" includes "stop", "prepare" includes further failed
 # attempts, "start" includes the rendezvous, and "build" includes loading.
 REPEATING = "repeating"  # until the first step that no earlier attempt had completed
-PAUSED = "paused"  # the attempt went on by itself
+PAUSED = "paused"  # the attempt continued by itself
 PHASES = (*RestartPhase, REPEATING, PAUSED)
 
 
@@ -74,7 +74,7 @@ def recovery_of(run: Path, rank_records: Path, moment: float) -> dict[str, Any] 
 
 def _phases(run: Path, start: Sequence[Mapping[str, Any]], moment: float, after: float) -> dict[str, float]:
     """Return the seconds of each phase between a fault and the end of the next new step, ``after``; empty if
-    the attempt went on.
+    the attempt continued.
 
     Args:
         start: rows of the process that completed that step.

@@ -176,8 +176,9 @@ def _introduction(rows: Sequence[Row]) -> str:
     layouts = len({row["layout"] for row in rows})
     return (
         f"So far {len(rows)} of the {PLANNED_CASES} cases of seed {rows[0]['campaign_seed']} have been run, "
-        f"on {layouts} layouts ({when}; {machines}; {versions}). {violated} of {len(hit)} cases violated an "
-        f"invariant.{late} Times come only from the {len(timed)} cases during which other processes kept less "
+        f"on {layouts} layouts ({when}; {machines}; {versions}). "
+        f"{violated} of {len(hit)} cases violated an invariant.{late} Times come only from the {len(timed)} "
+        f"cases during which other processes kept less "
         f"than {IDLE_CORES} cores busy on average{most}."
     )
 

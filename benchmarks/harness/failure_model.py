@@ -35,7 +35,7 @@ class Figures:
     Attributes:
         step: of a step, as far as it counts as useful.
         every: steps between two saves from which a restart can continue.
-        pause: in these many steps, that is not useful: saves, and steps that take longer than ``step``.
+        pause: of the time of ``every`` steps, what is not useful: saves, and what exceeds ``step`` in each.
         lag: from the end of the pause until the save is complete.
         restart: from a failure to training at its usual pace, without repeated steps.
         unready_restart: the same if the standbys were not ready.

@@ -1,4 +1,5 @@
-"""A small training on two CPU ranks whose ranks a benchmark kills: for restart.py and goodput.py."""
+"""A small training on two CPU ranks: for restart.py and goodput.py, which kill its ranks, and
+snapshot_overhead.py."""
 
 from __future__ import annotations
 

@@ -151,9 +151,11 @@ def _exchange_spec(
 
 
 def _earliest_agent_start(launch: Launch, rendezvous: Rendezvous) -> float | None:
-    """Return on rank 0 when torchrun's first agent started, in seconds since 1970; None without torchrun.
+    """Return on rank 0 when torchrun's first agent started, in seconds since 1970; None without torchrun, and
+    on other ranks.
 
-    The first agent is on this node, unless the number of nodes changes.
+    The first agent is on this node, unless the number of nodes changes. Then the first rank of each node
+    publishes when its agent started.
     """
     if launch.launcher is not Launcher.TORCHELASTIC or launch.local_rank != 0:
         return None

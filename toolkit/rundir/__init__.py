@@ -2,12 +2,15 @@
 
     config.yaml plan.json status.json          of the newest attempt
     metrics.jsonl eval.jsonl ledger.jsonl      each step once, over all attempts
+    hooks.jsonl                                metrics that the user's hooks log
     rollbacks.jsonl                            each time that the run went back to a checkpoint
     departures.jsonl                           each time that a check named a node with wrong values, and what
                                                the run did (monitor.on_wrong_computation=leave)
     alerts.jsonl alerts/node-N.jsonl           in order of time; those of other nodes in separate files
     system/node-N.jsonl                        in order of time, for each node
-    checkpoints/ plots/
+    checkpoints/ plots/ export/
+    uploads/                                   what has been uploaded to checkpoint.url
+    excluded_hosts.json                        hosts that the next start on Slurm must not use
     attempts/001/{config.yaml,plan.json,environment.json,log.txt,times.json,saves.jsonl}
                                                and metric rows and checkpoints of steps that this or a later
                                                attempt repeated

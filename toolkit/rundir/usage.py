@@ -57,8 +57,8 @@ def device_hours(usage: Sequence[AttemptUsage]) -> float:
 
 
 def restart_seconds(usage: Sequence[AttemptUsage]) -> float | None:
-    """Median seconds from the last step before a failure to the end of the next attempt's first step; None
-    if no attempt has trained after a failure.
+    """Return the median seconds from the last step before a failure to the end of the next attempt's first
+    step; None if no attempt has trained after a failure.
     """
     measured = [
         max(0.0, after.attempt.times.first_step - (before.attempt.times.active or before.attempt.times.end))

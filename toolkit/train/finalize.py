@@ -238,7 +238,7 @@ AXES = ("tensor", "pipeline", "context", "expert")
 
 
 def another_layout(plan: RunPlan) -> str | None:
-    """Words for another layout of the run on the same machines; None if the planner refuses it."""
+    """Return the overrides of another layout on the same machines; None if the planner refuses it."""
     config = plan.config
     stage = 2 if config.zero.stage == 3 else 3
     axes = [axis for axis in AXES if getattr(config.parallel, axis) > 1]

@@ -114,7 +114,7 @@ class MemorySnapshots(Hook):
         try:
             if pending is not None:
                 pending.wait()
-        except Exception as error:  # noqa: BLE001  training goes on without snapshots
+        except Exception as error:  # noqa: BLE001  training continues without snapshots
             return f"{type(error).__name__}: {error}"
         return None
 

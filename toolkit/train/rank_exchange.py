@@ -97,7 +97,6 @@ class RankExchange:
         Raises:
             OSError: a file could not be read or written.
         """
-        error: OSError | None = None
         sizes = [0 if part is None else part.numbytes for part in (outgoing, incoming)]
         chunk = min(CHUNK_BYTES, max(sizes))
         buffers = [torch.empty(chunk, dtype=torch.uint8) for _ in sizes]

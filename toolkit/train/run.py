@@ -78,8 +78,8 @@ def run(
     Returns:
         DONE after the last step. STOPPED if the ranks agreed to stop; then the state is saved, unless there
         is no time for it and ``status.json`` describes what is lost. STOPPED also if a faulty node leaves the
-        run, and then nothing is saved. DIVERGED if a loss, gradient or weight
-        is not finite, or rollbacks do not help, with the reason in ``status.json``. The caller writes every
+        run, and then nothing is saved. DIVERGED if a loss, gradient or weight is not finite, rollbacks do not
+        help, or ranks compute different values, with the reason in ``status.json``. The caller writes every
         other end there.
 
     Raises:

@@ -102,7 +102,7 @@ class Snapshot:
                     partial = self.folder / f"{TEMPORARY}{transfer.file}"
                     exchange.transfer(None, FilePart(partial, size, source))
                     partial.rename(file)
-            except OSError as failed:  # the other ranks go on with the next file
+            except OSError as failed:  # the other ranks continue with the next file
                 error = error or f"rank {exchange.rank}: {failed}"
         failures = [failure for failure in exchange.gather(error) if failure is not None]
         if failures:

@@ -67,7 +67,7 @@ class ExitHandler:
         launch: set as soon as it is known.
         directory, attempt: set as soon as the run has a folder; rank 0 writes its status there.
         rendezvous: set if there are other ranks; they are aborted on an error.
-        after_stop: set if the ranks of an elastic run have stopped: how the run goes on.
+        after_stop: set if the ranks of an elastic run have stopped: whether and where the run continues.
 
     Args:
         raises: exceptions pass after they are recorded, for the program of the user that called the run.
@@ -91,7 +91,7 @@ class ExitHandler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if error is not None and not isinstance(error, Exception):
-            if self._raises:  # the process goes on, and the run must not look as if it did
+            if self._raises:  # the program continues, and the run must not look as if it did
                 self.code = ExitCode.FAILURE
                 self.record(kind.__name__ if kind is not None else None)
             return False
@@ -293,8 +293,7 @@ class ExitHandler:
         """Return whether no other rank has reported a failure; None if the store has gone with rank 0."""
         if self.rendezvous is None:
             return True
-        # raised by torch.distributed, or the store was never opened
         try:
             return self.rendezvous.is_first("report")
-        except (RuntimeError, TimeoutError, InputError):
+        except (RuntimeError, TimeoutError, InputError):  # the store has gone, or was never opened
             return None

@@ -36,9 +36,6 @@ CLEAN_ENDS = (*COLLECTIVE_ENDS, ExitCode.USER)  # every other code is a failure
 # Some virtual machines announce AMX, but its instructions raise SIGILL. This variable limits the instructions
 # of oneDNN, with which torch multiplies bf16 matrices on CPUs.
 ONEDNN_ISA, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
-# Files that count OOM kills since the system or cgroup started, nearest to this process first: memory.events
-# of cgroup v2 (Documentation/admin-guide/cgroup-v2.rst), memory.oom_control of v1, and /proc/vmstat for the
-# whole machine.
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -296,6 +293,11 @@ def describe_oom_kills(before: dict[str, int], now: dict[str, int]) -> str:
 
 
 def _oom_counter_files(root: Path) -> Iterator[Path]:
+    """Yield the files that count OOM kills since the system or cgroup started, nearest to this process first.
+
+    They are memory.events of cgroup v2 (Documentation/admin-guide/cgroup-v2.rst), memory.oom_control of v1,
+    and /proc/vmstat for the whole machine.
+    """
     groups = root / CGROUPS.relative_to("/")
     own = root / "proc/self/cgroup"
     for line in own.read_text(encoding="utf-8", errors="replace").splitlines() if own.exists() else []:

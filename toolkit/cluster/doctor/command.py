@@ -32,7 +32,7 @@ from toolkit.cluster.stop.stop_request import StopRequest
 from toolkit.cluster.world.environment import HANDOVER, Launch, Launcher
 from toolkit.cluster.world.machine_info import MachineInfo, detect_machine
 from toolkit.cluster.world.process_environment import set_defaults, set_thread_default
-from toolkit.cluster.world.rendezvous import PeerExited, Rendezvous
+from toolkit.cluster.world.rendezvous import Rendezvous
 from toolkit.commands import python_arguments
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
@@ -63,7 +63,7 @@ class DoctorCommand:
     """Runs the doctor in this process; it can report the findings so far at any time.
 
     Args:
-        words: the user's arguments, without ``--json``.
+        overrides: the user's arguments, without ``--json``.
         script: the file or module that every rank runs, if this process starts them.
     """
 
@@ -149,8 +149,6 @@ class DoctorCommand:
                 )
             self._check_all_machines(rendezvous, target)
             return self._measure(rendezvous, target, machine)
-        except PeerExited:
-            raise
         except TimeoutError as error:
             return self._report_failed_rendezvous(str(error))
         except RuntimeError as error:  # raised by torch.distributed

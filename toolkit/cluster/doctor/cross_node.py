@@ -47,10 +47,10 @@ def _assess_plan(plan: RunPlan | None, problems: Sequence[Problem]) -> Iterator[
             f"{'memory of model.target' if plan.memory is None else 'memory of the devices'} unknown"
         )
         return
-    requirements = plan.memory.device_total
+    needed = plan.memory.device_total
     unit = "a GPU" if plan.world.device is Device.CUDA else "a machine"
     ranks = f"{plan.world.ranks} rank{'s' * (plan.world.ranks > 1)}"
-    yield ok(f"{ranks}, {requirements / 1e9:,.1f} GB each; {unit} has {have / 1e9:,.1f} GB")
+    yield ok(f"{ranks}, {needed / 1e9:,.1f} GB each; {unit} has {have / 1e9:,.1f} GB")
 
 
 def check_uniformity(machines: Sequence[MachineReport]) -> list[CheckFinding]:

@@ -17,8 +17,11 @@ from toolkit.plan.types import Device, RunPlan, World
 
 @dataclass(frozen=True, slots=True)
 class DoctorTarget:
-    """``plan`` is None if the run breaks rules; then ``problems`` lists them, otherwise the plan's
-    warnings.
+    """The run that the doctor checks, on the machines of ``world``.
+
+    Attributes:
+        plan: None if the run breaks rules, or if the GPU driver does not respond.
+        problems: why there is no plan, otherwise the plan's warnings.
     """
 
     config: RunConfig

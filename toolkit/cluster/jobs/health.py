@@ -69,7 +69,7 @@ def find_failure(folder: Path, now: float) -> str | None:
     except (FileNotFoundError, ValueError):  # the run is just starting
         return None
     if state in (RunState.FAILED, RunState.REFUSED):
-        return f"{state.value}"
+        return state.value
     limit = config["monitor"]["hang_seconds"]
     if state is RunState.RUNNING and limit > 0 and age > limit + MARGIN_SECONDS:
         return f"no step, evaluation or save for {age:.0f} s (monitor.hang_seconds={limit})"

@@ -9,7 +9,7 @@ all pods read from the volume of the run directory: 0 done; 2 a restart would no
 counted because nothing was gained. The rules of cluster/jobs/backends/kubernetes.py act on these codes.
 
 The pods of an elastic job (``cluster.min_nodes``) meet at a pod of their own, the rendezvous server. If only
-this node has left the run, the pod ends with 3 and is replaced, while the others go on.
+this node has left the run, the pod ends with 3 and is replaced, while the others continue.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class PodLauncher:
             number, self._number = self._number, None
             self._process.send_signal(number)
 
-    def run(self, build_command: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run ``build_command`` and return its exit code; return STOPPED if a stop was requested before it
+    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Run ``command`` and return its exit code; return STOPPED if a stop was requested before it
         started.
         """
         if self.stop_signal is not StopSignal.NONE:
             return ExitCode.STOPPED
-        self._process = subprocess.Popen(build_command, env=dict(environ), start_new_session=True)
+        self._process = subprocess.Popen(command, env=dict(environ), start_new_session=True)
         self._forward_signal()  # a signal that arrived just before the start
         return self._process.wait()
 
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     decision = decide_requeue(before, outcome, restarts=config.cluster.restarts, requeue=True)
     if elastic and run_continues_without_node(decision, is_open(given.meet, id)):
-        print(f"pod {index} has left the run, which goes on without it", flush=True)
+        print(f"pod {index} has left the run, which continues without it", flush=True)
         return LEFT_RUN
     print(f"pod {index}, start {start} of the job: {decision.why}", flush=True)
     return choose_exit_code(decision, outcome, before)

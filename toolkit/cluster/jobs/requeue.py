@@ -4,7 +4,7 @@
 
 The decision depends on the run's status.json, its newest checkpoint and earlier decisions, which are appended
 to ``RUN_DIR/jobs/001/ends.jsonl``. Slurm itself restarts a job that lost a node or was preempted without
-warning; then nothing is appended.
+warning; then nothing is appended. The pods of a Kubernetes job decide by the same rules (``pod.py``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class JobOutcome:
 
     Attributes:
         state: of the newest attempt; None: it has no status.
-        code: exit code of srun.
+        code: exit code of srun, or of the pod's launcher.
         exit_code: of the newest attempt, from its status.
     """
 
@@ -93,7 +93,7 @@ def decide_requeue(
         restarts: ``cluster.restarts``. The launcher inside the job (supervisor or torchrun) has already
             restarted the ranks this often. If the launcher itself was killed, the job is restarted up to this
             often in a row without a newer checkpoint.
-        requeue: ``cluster.slurm.requeue``.
+        requeue: ``cluster.slurm.requeue``; True in Kubernetes.
     """
 
     def restart(why: str, fruitless: int = 0) -> RequeueDecision:

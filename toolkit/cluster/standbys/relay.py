@@ -2,7 +2,7 @@
 
 The agent can only wait for processes that it started itself. So the worker stays as a relay: the standby gets
 its environment, arguments, folder and standard streams, and the relay passes signals on and ends as the
-standby does. If there is no standby, the worker goes on and becomes the rank itself.
+standby does. If there is no standby, the worker becomes the rank itself.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class StopRequest:
             code.
         on_signal: called by the watching thread with the first signal's name, once there is something to
             save.
-        signal: the signal that made the request, if any.
+        signal: the first signal that was received, even after another request; None: there was none.
         leaves: the request concerns this node only, which goes away: its launcher has died, a cloud takes the
             machine back, or it computes wrong values.
     """

@@ -83,8 +83,8 @@ def make_points(
 
 
 def point_name(swept: Sequence[str]) -> str:
-    """Return a readable, unique name: keys and values followed by a hash (``zero-
-    stage1-tensor-2-1f2e3d4c``).
+    """Return a readable, unique name: keys and values followed by a hash, such as
+    ``zero-stage1-tensor-2-1f2e3d4c``.
     """
     digits = hashlib.sha256("\0".join(sorted(swept)).encode()).hexdigest()[:8]
     parts = (
@@ -149,7 +149,7 @@ def _refuse_slow(points: Sequence[SweepPoint], most: float) -> list[SweepPoint]:
 
 
 def _predict_seconds(point: SweepPoint) -> float | None:
-    """Predicted seconds of a step per token, image or sample; None if unknown."""
+    """Return the predicted seconds of a step per token, image or sample; None if unknown."""
     from toolkit.estimate.profile import load_profile
     from toolkit.estimate.step import estimate_step
 

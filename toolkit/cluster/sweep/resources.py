@@ -59,9 +59,7 @@ class Reservation:
     locks: tuple[int, ...]  # file descriptors
 
     def build_environ(self, needed: PointResources, base: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment ``above`` with the point's own variables; OMP_NUM_THREADS set by the user
-        stays.
-        """
+        """Return ``base`` with the point's own variables; an OMP_NUM_THREADS in ``base`` stays."""
         own = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         return {"OMP_NUM_THREADS": str(needed.threads), **base, **own}
 

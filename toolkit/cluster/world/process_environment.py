@@ -35,7 +35,8 @@ def set_defaults(
 ) -> None:
     """Set environment variables that libraries read on import; call this before importing torch.
 
-    Variables that the user has set keep their values.
+    Variables that the user has set keep their values, except OMP_NUM_THREADS if ``threads`` is given, and
+    those that select GPUs in a run on CPUs.
 
     Args:
         threads: ``debug.threads``; None: divide the machine's cores among its ranks.

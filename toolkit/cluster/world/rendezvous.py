@@ -119,15 +119,13 @@ class Rendezvous:
         """Return whether another rank aborts this one within ``seconds``; True if the store has gone with its
         rank.
         """
-        from torch.distributed import DistError
-
         deadline = time.monotonic() + seconds
         try:
             while not self._store().check([ERROR]):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(POLL_SECONDS)
-        except (DistError, RuntimeError):
+        except RuntimeError:  # raised by torch.distributed
             return True
         return True
 
@@ -184,9 +182,8 @@ class Rendezvous:
             if self._launch.launcher is not Launcher.NONE:
                 _OPEN_STORES[key] = opened
             store = dist.PrefixStore(self._prefix, opened)
-            if (
-                self._launch.agent_store
-            ):  # The agent's store outlives the ranks and still has the messages of earlier generations.
+            if self._launch.agent_store:
+                # The agent's store outlives the ranks and still has the messages of earlier generations.
                 store = dist.PrefixStore(self._join_generation(store, seconds), store)
             self._kv_store = store
         return self._kv_store
