@@ -149,7 +149,7 @@ class LiveRun:
         self._hold.write_text(str(step))
 
     def release(self) -> None:
-        self._hold.unlink()
+        self._hold.unlink(missing_ok=True)
 
     def has_standbys(self) -> bool:
         return len(self.started.standbys()) == self.layout.ranks

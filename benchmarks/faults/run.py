@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.cases import STEP_SECONDS, STEPS, Case, RunLayout
+from benchmarks.faults.cases import LAYOUTS, STEP_SECONDS, STEPS, Case, RunLayout
 from benchmarks.faults.catalogue import FAULTS, Expected
 from benchmarks.faults.invariants import End, Evidence, violations_of
 from benchmarks.faults.live_run import CaseFailed, LiveRun, release_folder
@@ -77,6 +77,7 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
                 fault.inject(run)
         except CaseFailed as error:
             problem = str(error)
+            run.release()  # otherwise repeated commands wait too
         ends.append(run.wait_for_end())
         while not is_done(ends[-1]) and len(ends) < MAX_STARTS:
             if needs_repair:
@@ -94,7 +95,7 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
             damaged_step=run.damaged_step,
             temporary=None if run.nodes is not None else run.temporary,
             memory=tuple(run.memory_folders()),
-            status_writable=fault.name not in ("disk-full", "disk-read-only"),
+            status_writable=can_write_status(case),
         )
         violations = violations_of(evidence)
         missed = not fault.at_start and was_too_late(run)
@@ -115,6 +116,15 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
             "other_cores": others.cores(),
             "output": run.output_tail() if violations else "",
         }
+
+
+def can_write_status(case: Case) -> bool:
+    """Return whether the disk accepts the status after the fault, and a process is left that writes it."""
+    if case.fault in ("disk-full", "disk-read-only"):
+        return False
+    # Without a parent process of the toolkit, only a rank can write it.
+    all_killed = case.fault == "two-ranks-killed" and LAYOUTS[case.layout].ranks == 2
+    return not (all_killed and case.launcher == "deepspeed")
 
 
 def was_too_late(run: LiveRun) -> bool:

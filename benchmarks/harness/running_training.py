@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -96,7 +97,8 @@ class RunningTraining:
     def __exit__(self, *_: object) -> None:
         processes = self.processes()
         for process in processes:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # standbys end with the parent process
+                process.kill()
         self.process.wait()
         psutil.wait_procs(processes)
         self._log.close()
@@ -125,7 +127,8 @@ class RunningTraining:
         while not holds():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 log = Path(self._log.name).read_text()[-3000:]
-                raise SystemExit(f"{self.name}: not {what} within {LIMIT_SECONDS:g} s\n{log}")
+                when = "before its end" if self.process.poll() is not None else f"within {LIMIT_SECONDS:g} s"
+                raise SystemExit(f"{self.name}: not {what} {when}\n{log}")
             time.sleep(poll_seconds)
 
     def ranks(self) -> dict[int, psutil.Process]:
@@ -143,4 +146,8 @@ class RunningTraining:
     def standbys_are_ready(self) -> bool:
         if not self._standbys:
             return True
-        return sum(process.name().startswith("standby-") for process in self.processes()) == self._standbys
+        found = self.processes()
+        try:
+            return sum(process.name().startswith("standby-") for process in found) == self._standbys
+        except psutil.NoSuchProcess:
+            return False

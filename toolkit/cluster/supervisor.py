@@ -101,11 +101,13 @@ class AttemptEnd:
     Attributes:
         code: the exit code.
         by_itself: the ranks failed by an error of their own, not a signal or a hang.
+        stop_overdue: ranks that should stop were killed, because they did not end in time.
         phases: of the restart that may follow, so far; None if no rank failed.
     """
 
     code: ExitCode
     by_itself: bool
+    stop_overdue: bool
     phases: RestartPhases | None
 
 
@@ -139,7 +141,7 @@ class _Supervisor:
             attempts = directory.attempt_times()[-starts:]
             decision = decide_restart(
                 end.code,
-                stop_requested=self.stop() is not None,
+                stop_requested=self.stop() is not None or end.stop_overdue,
                 failed_early=end.by_itself and not has_stepped(attempts),
                 progressed=has_progressed(attempts),
                 before=before.step,
@@ -222,7 +224,8 @@ class _Supervisor:
             phases = detected.ended(RestartPhase.STOP)
         _record_end(directory, spec.attempt, self.stop, self.exit_handler, ranks)
         hang_reported = directory.hang_file(spec.attempt).exists()
-        return AttemptEnd(code, not hang_reported and not ranks.killed, phases)
+        by_itself = not hang_reported and not ranks.killed
+        return AttemptEnd(code, by_itself, ranks.stop_overdue, phases)
 
     def clean_up(self) -> None:
         """End the standbys and remove the snapshots."""
@@ -332,7 +335,7 @@ def _record_end(
     """Record the end of an attempt.
 
     After a failure rank 0 may only have seen a lost connection, so this process overwrites the reason. The
-    ranks know more about a hang, and rank 0 about a mistake, unless only another rank found it.
+    ranks know more about a hang and a stop, and rank 0 about a mistake, unless only another rank found it.
     """
     hang_reported = directory.hang_file(attempt).exists()
     status = directory.status()
@@ -346,4 +349,5 @@ def _record_end(
         exit_handler.record("one rank found a mistake: see the output above", overwrite=not recorded)
     else:
         failure = ranks.first_failure()
-        exit_handler.record(failure or stop(), overwrite=failure is not None and not hang_reported)
+        known = hang_reported or ranks.stop_overdue
+        exit_handler.record(failure or stop(), overwrite=failure is not None and not known)

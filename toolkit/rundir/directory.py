@@ -202,6 +202,7 @@ class RunDirectory:
     def release(self) -> None:
         """Unlock the folder. The end of the process does the same."""
         if self._lock is not None:
+            os.ftruncate(self._lock, 0)  # on file systems without locks the recorded owner counts
             os.close(self._lock)
             self._lock = None
 

@@ -21,6 +21,7 @@ from toolkit.checkpoint.directory import newest_sound_step
 from toolkit.checkpoint_folder import step_of
 from toolkit.config.monitor import OnWrongComputation
 from toolkit.engine.protocol import CountedBatch, Engine, MicroBatch, Objective, count_units
+from toolkit.errors import InputError
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.layout.axes import Coordinates
 from toolkit.monitor.alert import Alert
@@ -125,7 +126,12 @@ class ComputationCheck(Hook):
 
     def _exclude(self, hosts: Sequence[str], alert: Alert) -> None:
         entries = [ExcludedHost(host=host, step=alert.step, reason=alert.cause) for host in hosts]
-        if excluded := exclude_hosts(Path(self._context.plan.run_dir), entries):
+        try:
+            excluded = exclude_hosts(Path(self._context.plan.run_dir), entries)
+        except (InputError, OSError) as error:  # this rank must end or leave with the others
+            log.warning("the next start of this run does not exclude %s: %s", ", ".join(hosts), error)
+            return
+        if excluded:
             log.warning("the next start of this run on Slurm excludes %s", ", ".join(excluded))
 
     def _choose(self, completed: CompletedStep) -> MicroBatch:

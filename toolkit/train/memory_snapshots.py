@@ -84,9 +84,9 @@ class MemorySnapshots(Hook):
         if self._fits is None:
             problem = problem or self._find_lack_of_room(shards)
             self._fits = problem is None
-        failed, nonfinite, delayed = self._context.all_reduce_flags(
-            [problem is not None, not all_finite(shard.data for shard in shards), busy]
-        )
+        taken = problem is None and not busy
+        nonfinite = taken and not all_finite(shard.data for shard in shards)
+        failed, nonfinite, delayed = self._context.all_reduce_flags([problem is not None, nonfinite, busy])
         if failed:
             self._ended = True
             if self._context.rank == 0:

@@ -77,6 +77,7 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pidfds: dict[int, int] = {}  # of the ranks that have not ended
         self.failure_times: FailureTimes | None = None
+        self.stop_overdue = False  # ranks that should stop were killed, because they did not end in time
         self._alive_at = time.time()
         self._first: tuple[int, int] | None = None  # rank and code of the first failure
         # whether a signal is among the first failures
@@ -183,6 +184,7 @@ class RankProcesses:
                 failed_since is not None and now - failed_since > PEER_SECONDS + PEER_KILL_SECONDS
             )
             if self._killed_first or out_of_grace or failed_long_ago:
+                self.stop_overdue = failed_since is None
                 self.kill()
                 continue
             on_poll()
@@ -206,6 +208,8 @@ class RankProcesses:
         if self._first is None:
             return None
         rank, code = self._first
+        if self.stop_overdue:
+            return f"rank {rank} did not end in time after the stop and was killed (cluster.grace_seconds)"
         if code < 0:
             why = f": {self._out_of_memory}" if self._out_of_memory else ""
             if code == -signal.SIGILL:

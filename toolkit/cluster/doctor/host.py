@@ -197,7 +197,10 @@ def assess_limits(limits: ProcessLimits, requirements: RunRequirements) -> Itera
         by_root = (
             "(only root can raise the hard limit: /etc/security/limits.conf, docker run --ulimit nofile)"
         )
-        remedy = f"ulimit -n 65536{'' if higher else by_root}"
+        files_to_ask = 65536
+        if higher and limits.files_hard is not None:
+            files_to_ask = min(files_to_ask, limits.files_hard)
+        remedy = f"ulimit -n {files_to_ask}{'' if higher else by_root}"
         # Needed for sockets between all ranks, data shards and libraries; importing the engines alone takes
         # about a hundred.
         make = fail if limits.files < MIN_FILES or limits.files < 4 * requirements.ranks else warn

@@ -238,17 +238,13 @@ def append_outcome(folder: Path, outcome: JobOutcome, decision: RequeueDecision)
 
 
 def requeue_job(job: str) -> bool:
-    """Call ``scontrol requeue`` if the job is still running; return whether it was requeued.
+    """Call ``scontrol requeue`` unless the job is known not to run; return whether it was requeued.
 
     Slurm would also requeue a cancelled job; while its script runs it is shown as COMPLETING, like one past
     its time limit.
     """
-    description = scontrol("--oneliner", "show", "job", job)
-    state = next(
-        (word.partition("=")[2] for word in description.stdout.split() if word.startswith("JobState=")),
-        "unknown",
-    )
-    if state != "RUNNING":
+    state = _job_state(job)
+    if state not in ("RUNNING", None):
         print(
             f"job {job} is already {state} (cancelled, or past its time limit) and is not requeued",
             flush=True,
@@ -256,10 +252,21 @@ def requeue_job(job: str) -> bool:
         return False
     result = scontrol("requeue", job)
     if result.returncode:
-        print(f"job {job} could not be requeued: {result.stderr.strip()}", file=sys.stderr, flush=True)
+        print(
+            f"job {job} could not be requeued: {result.stderr.strip()}\n    remedy: scontrol requeue {job}",
+            file=sys.stderr,
+            flush=True,
+        )
     else:
         print(f"job {job} was requeued", flush=True)
     return result.returncode == 0
+
+
+def _job_state(job: str) -> str | None:
+    """Return the state of a job; None if Slurm's controller does not answer."""
+    description = scontrol("--oneliner", "show", "job", job)
+    words = [] if description.returncode else description.stdout.split()
+    return next((word.partition("=")[2] for word in words if word.startswith("JobState=")), None)
 
 
 def exclude_from_job(job: str, hosts: str) -> None:

@@ -102,7 +102,8 @@ def decide_after_stop(
         return StopDecision(continues=False, leaving=(), reason=reason)
     if leaving:
         nodes = f"node{'s' * (len(leaving) > 1)} {', '.join(map(str, leaving))}"
-        reason = f"{nodes} left the run, which continues on the others: {reason}"
+        others = "the others" if len(leaving) < len(stops) else "the nodes that join"
+        reason = f"{nodes} left the run, which continues on {others}: {reason}"
         return StopDecision(continues=True, leaving=leaving, reason=reason)
     if nodes_waiting:
         joined = "1 node joined" if nodes_waiting == 1 else f"{nodes_waiting} nodes joined"
@@ -138,10 +139,13 @@ def agree_after_stop(
         if not decision.continues:
             agents.close()
         rendezvous.publish("after-stop", asdict(decision))
-        rendezvous.wait_for_confirmations("after-stop", launch.nodes - 1, REPORT_SECONDS)
     except (RuntimeError, TimeoutError) as error:  # the first by torch.distributed: a rank has gone
         log.warning("the nodes have not agreed whether the run continues: %s", error)
         return None
+    try:
+        rendezvous.wait_for_confirmations("after-stop", launch.nodes - 1, REPORT_SECONDS)
+    except (RuntimeError, TimeoutError) as error:  # the others may have read the decision, so it stays
+        log.warning("not every node has confirmed whether the run continues: %s", error)
     return decision
 
 

@@ -232,13 +232,15 @@ class Rendezvous:
                     master_listen_fd=listener,
                 )
             except (dist.DistNetworkError, OSError) as error:
+                remedy = "set deepspeed --master_port N or torchrun --master_port N"
+                if self._launch.launcher is Launcher.SUPERVISOR:
+                    remedy = "repeat the same command, which chooses another port"
                 raise InputError(
                     Problem(
                         "MASTER_PORT",
                         f"port {port} of {address} cannot be served ({str(error).splitlines()[0]})",
                         "rank 0 serves the store of the rendezvous at MASTER_ADDR:MASTER_PORT",
-                        "another run may use the port: set deepspeed --master_port N or torchrun "
-                        "--master_port N",
+                        f"another process may use the port: {remedy}",
                     )
                 ) from error
         # Probe the port first to avoid the warnings that the store's client prints while nothing listens.
