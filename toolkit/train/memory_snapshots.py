@@ -85,8 +85,10 @@ class MemorySnapshots(Hook):
             problem = problem or self._find_lack_of_room(shards)
             self._fits = problem is None
         taken = problem is None and not busy
-        nonfinite = taken and not all_finite(shard.data for shard in shards)
-        failed, nonfinite, delayed = self._context.all_reduce_flags([problem is not None, nonfinite, busy])
+        own_nonfinite = taken and not all_finite(shard.data for shard in shards)
+        failed, nonfinite, delayed = self._context.all_reduce_flags(
+            [problem is not None, own_nonfinite, busy]
+        )
         if failed:
             self._ended = True
             if self._context.rank == 0:
