@@ -177,6 +177,16 @@ def test_ranks_that_ignore_a_stop_are_killed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(rank_processes, "KILL_SECONDS", 0.2)
     ranks = RankProcesses(script(tmp_path, "if rank == '0': sys.exit(75)\ntime.sleep(60)"), TWO)
     assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.FAILURE
+    assert ranks.stop_overdue
+    assert ranks.first_failure() == (
+        "rank 1 did not end in time after the stop and was killed (cluster.grace_seconds)"
+    )
+
+
+def test_killed_rank_is_not_an_overdue_stop(tmp_path: Path) -> None:
+    ranks = RankProcesses(script(tmp_path, "if rank == '0': os.kill(os.getpid(), 9)\ntime.sleep(60)"), TWO)
+    assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.FAILURE
+    assert not ranks.stop_overdue
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,27 @@ def test_cancelled_job_is_not_requeued(state: str, folder: Path, monkeypatch: py
     assert asked(folder) == ["--oneliner show job 7"]
 
 
+@pytest.mark.parametrize("answers", [2, 9])
+def test_silent_controller_is_asked_again(
+    answers: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``scontrol`` fails until it has been called ``answers`` times; three calls are made."""
+    monkeypatch.setattr(requeue, "RETRY_SECONDS", 0.0)
+    scontrol = folder.parents[2] / "scontrol"
+    fails = f'[ "$(wc -l < {scontrol.parent}/asked)" -ge {answers} ] || exit 1\n'
+    text = scontrol.read_text()
+    scontrol.write_text(text.replace("/asked\n", f"/asked\n{fails}"))
+    attempt(folder, 1, RunState.STOPPED)
+    code = requeue.main([str(folder), "--asked=TERM", "--code=1"])
+    show = "--oneliner show job 7"
+    if answers == 2:
+        assert code == 75
+        assert asked(folder) == [show, show, "requeue 7"]
+    else:
+        assert asked(folder) == [show, show, show]
+        assert "remedy: scontrol requeue 7" in capfd.readouterr().err
+
+
 def test_done_job_ends(folder: Path) -> None:
     attempt(folder, 1, RunState.DONE)
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 0

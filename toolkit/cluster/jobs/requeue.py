@@ -29,6 +29,7 @@ from toolkit.rundir.status import RunState, ended_by_budget
 
 ENDS_FILE = "ends.jsonl"
 SCONTROL_SECONDS = 120.0
+STATE_TRIES, RETRY_SECONDS = 3, 10.0  # a controller that fails over does not answer for a while
 # The first rank, possibly on another node, writes the final status; a network file system shows it a little
 # later.
 SETTLE_SECONDS = 15.0
@@ -238,13 +239,21 @@ def append_outcome(folder: Path, outcome: JobOutcome, decision: RequeueDecision)
 
 
 def requeue_job(job: str) -> bool:
-    """Call ``scontrol requeue`` unless the job is known not to run; return whether it was requeued.
+    """Call ``scontrol requeue`` if the job is still running; return whether it was requeued.
 
     Slurm would also requeue a cancelled job; while its script runs it is shown as COMPLETING, like one past
-    its time limit.
+    its time limit. So a job is not requeued while Slurm's controller does not answer.
     """
-    state = _job_state(job)
-    if state not in ("RUNNING", None):
+    state = read_job_state(job)
+    if state is None:
+        print(
+            f"job {job} is not requeued: scontrol does not report its state\n"
+            f"    remedy: scontrol requeue {job}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return False
+    if state != "RUNNING":
         print(
             f"job {job} is already {state} (cancelled, or past its time limit) and is not requeued",
             flush=True,
@@ -262,11 +271,20 @@ def requeue_job(job: str) -> bool:
     return result.returncode == 0
 
 
-def _job_state(job: str) -> str | None:
-    """Return the state of a job; None if Slurm's controller does not answer."""
-    description = scontrol("--oneliner", "show", "job", job)
-    words = [] if description.returncode else description.stdout.split()
-    return next((word.partition("=")[2] for word in words if word.startswith("JobState=")), None)
+def read_job_state(job: str) -> str | None:
+    """Return the state of a job; None if Slurm's controller does not report it in ``STATE_TRIES`` tries."""
+    for number in range(STATE_TRIES):
+        if number:
+            time.sleep(RETRY_SECONDS)
+        try:
+            description = scontrol("--oneliner", "show", "job", job)
+        except subprocess.TimeoutExpired:
+            continue
+        words = [] if description.returncode else description.stdout.split()
+        for word in words:
+            if word.startswith("JobState="):
+                return word.partition("=")[2]
+    return None
 
 
 def exclude_from_job(job: str, hosts: str) -> None:
