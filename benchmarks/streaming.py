@@ -38,8 +38,8 @@ from harness.environment import describe_machine, package_versions
 from harness.mixing_quality import BATCH, at_scale, chi2_per_df
 from harness.read_contender import AFTER
 
-from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.progress import Progress
+from toolkit.testing.dist import find_free_port
 
 BENCHMARKS = Path(__file__).resolve().parent
 RESULTS = BENCHMARKS / "results" / "streaming.json"

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 import psutil
 
-from toolkit.cluster.attempt.rank_processes import find_free_port
+from toolkit.testing.dist import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, LIMIT_SECONDS = 2, 300.0

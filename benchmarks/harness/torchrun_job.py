@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.plan.devices import HIDE_GPUS
+from toolkit.testing.dist import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTENDERS = ROOT / "benchmarks" / "harness"

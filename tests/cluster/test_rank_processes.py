@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,9 +18,11 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_until
 from toolkit.cluster.attempt import rank_processes
 from toolkit.cluster.attempt.rank_processes import RankProcesses, combine_exit_codes
 from toolkit.cluster.stop.stop_request import ProcessHandle, StopRequest
+from toolkit.cluster.world.rendezvous import bind_loopback
 from toolkit.errors import ExitCode
 from toolkit.plan.types import Device, World
 
@@ -275,6 +278,25 @@ def test_started_ranks_are_killed_if_another_cannot_start() -> None:
     with pytest.raises(OSError, match="too many processes"):
         RankProcesses(["-c", "pass"], TWO, take_standby=take)
     assert sleeping.returncode == -signal.SIGKILL
+
+
+def test_port_of_the_rendezvous_is_reserved_for_rank_0(tmp_path: Path) -> None:
+    """Rank 0 binds it seconds later, after its imports. Meanwhile no other program gets it."""
+    ranks = RankProcesses(script(tmp_path, "time.sleep(600)"), TWO)
+    try:
+        wait_until((tmp_path / "0.json").exists, 60)
+        port = int(json.loads((tmp_path / "0.json").read_text())["MASTER_PORT"])
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with bind_loopback(port) as of_rank_0:
+            of_rank_0.listen()
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    finally:
+        ranks.kill()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite the connection's TIME_WAIT
+        other.bind(("127.0.0.1", port))
+        other.listen()
 
 
 def test_two_threads_may_kill_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistNetworkError, PrefixStore
 
-from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.cluster.world import rendezvous
 from toolkit.cluster.world.environment import Launch, Launcher
 from toolkit.cluster.world.rendezvous import PeerExited, Rendezvous
 from toolkit.errors import ExitCode, InputError
+from toolkit.testing.dist import find_free_port
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ import time
 import pytest
 
 from tests.waiting import wait_until
-from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.cluster.jobs import rendezvous_server
 from toolkit.cluster.jobs.rendezvous_server import connect, is_open
+from toolkit.testing.dist import find_free_port
 
 
 def test_server_ends_when_it_is_asked_to_and_the_agents_have_closed_the_rendezvous(

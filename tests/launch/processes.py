@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 
 from tests.waiting import wait_until
-from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.cluster.standbys.standby_pool import STANDBY
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
+from toolkit.testing.dist import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "launch" / "train.py"

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from tests.waiting import wait_until
-from toolkit.cluster.attempt.rank_processes import find_free_port
+from toolkit.testing.dist import find_free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")

@@ -19,7 +19,6 @@ from tests.cluster.metadata_server import Metadata
 from tests.launch.processes import BIN, ROOT, RunningCommand, read_status, send_signal
 from tests.launch.tiny_runs import read_losses
 from toolkit.checkpoint_folder import committed_checkpoints
-from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.config.compose import compose
 from toolkit.estimate.plan_report import to_json
 from toolkit.goodput import AttemptTimes, read_times
@@ -28,6 +27,7 @@ from toolkit.plan.types import Device, World
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.snapshot_folder import remove_abandoned_folders, snapshot_root
 from toolkit.rundir.status import RunState
+from toolkit.testing.dist import find_free_port
 from toolkit.train.departure import decide_departure, read_departures
 from toolkit.train.run import run
 

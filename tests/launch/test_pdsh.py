@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import BIN
-from toolkit.cluster.attempt.rank_processes import find_free_port
+from toolkit.testing.dist import find_free_port
 
 pytestmark = [
     pytest.mark.full,

@@ -16,7 +16,7 @@ from tests.cluster.simulated_nodes import BIN, OnNode, TwoNodes, missing, two_no
 from tests.data.local_stores import Store, environment
 from tests.launch.processes import RunningCommand
 from tests.story.steps import Story
-from toolkit.cluster.attempt.rank_processes import find_free_port
+from toolkit.testing.dist import find_free_port
 
 PORT, STORE_PORT = 29500, 9000  # used only inside the namespaces
 ENDED_SECONDS = 60.0  # time in which both commands end after a rank was killed

@@ -302,3 +302,10 @@ def _execute(task: bytes) -> Any:
     finally:
         dist.destroy_process_group()
         gc.collect()  # engines are cycles that reference gloo groups, whose threads would keep running
+
+
+def find_free_port() -> int:
+    """Return a port of the loopback interface that no process uses at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

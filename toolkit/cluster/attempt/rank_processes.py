@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.cluster.stop.stop_request import SIGNALS, StopRequest
+from toolkit.cluster.world.rendezvous import bind_loopback
 from toolkit.commands import inherited_form
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
@@ -73,7 +73,8 @@ class RankProcesses:
             lambda rank, environ: None
         ),
     ) -> None:
-        port = str(find_free_port())
+        self._reserved_port = bind_loopback()  # until rank 0, which first imports torch, listens there
+        port = str(self._reserved_port.getsockname()[1])
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pidfds: dict[int, int] = {}  # of the ranks that have not ended
         self.failure_times: FailureTimes | None = None
@@ -108,6 +109,7 @@ class RankProcesses:
                 process.kill()
         for process in self._processes:
             process.wait()
+        self._reserved_port.close()
         while self._pidfds:
             with suppress(KeyError):  # the other thread took the last one
                 os.close(self._pidfds.popitem()[1])
@@ -257,12 +259,6 @@ def combine_exit_codes(codes: Sequence[int]) -> ExitCode:
         return ExitCode.FAILURE
     order = (ExitCode.USER, ExitCode.DIVERGED, ExitCode.STOPPED)
     return next((code for code in order if code in codes), ExitCode.DONE)
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def count_oom_kills(root: Path = Path("/")) -> dict[str, int]:

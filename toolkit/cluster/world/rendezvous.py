@@ -10,6 +10,7 @@ import hashlib
 import json
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -221,7 +222,7 @@ class Rendezvous:
             try:
                 # By default the store listens on every interface and accepts unauthenticated reads and
                 # writes.
-                listener = _loopback_socket(port) if alone else None
+                listener = bind_loopback(port).detach() if alone else None
                 return dist.TCPStore(
                     address,
                     port,
@@ -260,14 +261,26 @@ class Rendezvous:
             time.sleep(POLL_SECONDS)
 
 
-def _loopback_socket(port: int) -> int:
-    """Bind a loopback-only socket to ``port`` and return its descriptor. Raises OSError if the port is
-    taken.
+def bind_loopback(port: int = 0) -> socket.socket:
+    """Return a socket that is bound to a port of the loopback interface; 0: a free one.
+
+    As long as this socket does not listen, another process can bind the same port by this function, and
+    listen there. So a process can reserve a port for another one; the kernel gives it to no program that asks
+    for any free port.
+
+    Raises:
+        OSError: the port is taken.
     """
-    with socket.socket() as bound:
+    bound = socket.socket()
+    try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform != "linux":  # elsewhere two sockets share a port only with this option
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind((LOOPBACK, port))
-        return bound.detach()
+    except BaseException:
+        bound.close()
+        raise
+    return bound
 
 
 class _GenerationServer:
