@@ -115,6 +115,7 @@ class Queue:
         self.submitted: list[TrainingJob] = []
         self.cancelled: list[JobId] = []
         self.state_of = JobState.RUNNING
+        self.responds = True
         self.asked = 0
 
     def render(self, job: TrainingJob) -> dict[str, str]:
@@ -126,16 +127,20 @@ class Queue:
 
     def state(self, id: JobId) -> JobState:
         self.asked += 1
-        if self.state_of is JobState.QUEUED:
-            raise InputError(Problem("cluster", "squeue", "it answers", "look"))
+        self._respond("squeue")
         return self.state_of
 
     def cancel(self, id: JobId) -> None:
+        self._respond("scancel")
         self.cancelled.append(id)
+
+    def _respond(self, command: str) -> None:
+        if not self.responds:
+            raise InputError(Problem("cluster", command, "it answers", "look"))
 
 
 def test_queued_point_is_submitted_once_and_ends_by_its_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queue = Queue()
     monkeypatch.setattr(backends, "get_backend", lambda where: queue)
@@ -150,8 +155,11 @@ def test_queued_point_is_submitted_once_and_ends_by_its_status(
     assert again is not None
     assert len(queue.submitted) == 1, "another process finds the job and submits nothing"
     assert not again.ended()
-    queue.state_of = JobState.QUEUED
+    queue.responds = False
     assert not again.ended(), "an unresponsive cluster does not end the job"
+    assert not again.stop(signal.SIGINT), "and cannot cancel it, which must not keep other jobs from it"
+    assert "scancel" in capsys.readouterr().err
+    queue.responds = True
     assert not again.stop(signal.SIGHUP), "a closed terminal leaves it"
     assert not queue.cancelled
     assert again.stop(signal.SIGINT)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -317,7 +316,7 @@ class _Sweep:
     def _stop_points(self, running: dict[str, _Running]) -> None:
         assert self._stop.signal is not None, "without a launcher, a stop request has a signal"
         print(f"stopping {len(running)} point{'s' * (len(running) != 1)} after saving", file=sys.stderr)
-        kept = [name for name, run in running.items() if not self._stop_point(run, self._stop.signal)]
+        kept = [name for name, run in running.items() if not run.handle.stop(self._stop.signal)]
         for name in kept:
             os.close(running.pop(name).claim)
         while running:
@@ -328,16 +327,6 @@ class _Sweep:
             time.sleep(POLL_SECONDS)
         if kept:
             print(f"{len(kept)} jobs stay in the queue; the same command finds them again", file=sys.stderr)
-
-    def _stop_point(self, run: _Running, number: signal.Signals) -> bool:
-        """Stop a point; return whether it ends. If the cluster does not respond, the others are stopped all
-        the same.
-        """
-        try:
-            return run.handle.stop(number)
-        except UserError as error:
-            print(error, file=sys.stderr)
-            return False
 
     # ---- summary
 

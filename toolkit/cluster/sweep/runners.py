@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -164,11 +165,15 @@ class QueuedPoint:
 
     def stop(self, number: signal.Signals) -> bool:
         """Cancel the job on Ctrl-C; leave it in the queue after any other signal, such as a closed
-        terminal.
+        terminal. If the cluster does not respond, it stays too.
         """
         if number is not signal.SIGINT:
             return False
-        backends.get_backend(self._id.where).cancel(self._id)
+        try:
+            backends.get_backend(self._id.where).cancel(self._id)
+        except InputError as error:
+            print(error, file=sys.stderr)
+            return False
         self._queue_at = time.monotonic() + FILE_SECONDS  # it ends soon, and the user is waiting
         return True
 
