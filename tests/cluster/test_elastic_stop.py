@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.cluster.stop import elastic_stop
 from toolkit.cluster.stop.elastic_stop import (
     AfterStop,
     AgentRendezvous,
     NodeStop,
     agent_arguments,
+    agree_after_stop,
     decide_after_stop,
     serves_rendezvous,
 )
+from toolkit.cluster.stop.stop_request import StopRequest
+from toolkit.testing.dist import find_free_port
 
 TERM = NodeStop(reason="SIGTERM", leaves=False)
 INTERRUPT = NodeStop(reason="SIGINT", leaves=False)
@@ -136,3 +141,32 @@ def test_rank_reads_torchruns_rendezvous_and_closes_it(monkeypatch: pytest.Monke
         lambda pid: [*words.split()[:-1], f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "train.py"],
     )
     assert AgentRendezvous(os.getppid()).count_waiting_nodes() is None
+
+
+class UnconfirmedRendezvous:
+    """The rendezvous of rank 0 of two nodes, of which the other does not confirm what it receives."""
+
+    def __init__(self) -> None:
+        self.published: dict[str, Any] = {}
+
+    def publish(self, name: str, message: dict[str, Any]) -> None:
+        self.published[name] = message
+
+    def receive(self, *names: str, seconds: float) -> list[dict[str, Any]]:
+        return [self.published["stopped/0"], asdict(OTHER)]
+
+    def wait_for_confirmations(self, name: str, count: int, seconds: float) -> None:
+        raise TimeoutError(f"{count} nodes have not confirmed {name}")
+
+
+def test_rank_0_keeps_a_published_decision_that_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other node may have read it. Without it, the agent of a leaving node would restart its ranks."""
+    monkeypatch.setattr(AgentRendezvous, "count_waiting_nodes", lambda self: 0)
+    launch = SimpleNamespace(rank=0, local_rank=0, node=0, nodes=2, launcher_pid=os.getppid())
+    stop = StopRequest()
+    stop.request("Google Cloud preempts this machine", leaves=True)
+    rendezvous = UnconfirmedRendezvous()
+    decision = agree_after_stop(cast("Any", launch), cast("Any", rendezvous), stop, evictions=False)
+    assert decision is not None
+    assert asdict(decision) == rendezvous.published["after-stop"]
+    assert [decision.on_node(node) for node in (0, 1)] == [LEAVE, RESTART]
