@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from toolkit.cluster.attempt.agent_snapshot_folder import agent_snapshot_folder
 from toolkit.cluster.attempt.attempt_spec import AttemptSpec, log_start, start_attempt
 from toolkit.cluster.attempt.exit_handling import ExitHandler
+from toolkit.cluster.attempt.node_snapshot_folder import agent_snapshot_folder, supervised_snapshot_folder
 from toolkit.cluster.attempt.output_log import tee_output
 from toolkit.cluster.cpu_affinity import bind_to_gpu
 from toolkit.cluster.standbys.standby_server import count_standbys_of_launch, start_standbys_after_first_step
@@ -99,6 +99,7 @@ def launch_process(
     spec = spec.restart_phase_ended(RestartPhase.START)
     code = ExitCode.DONE
     with (
+        supervised_snapshot_folder(launch, spec.memory),
         agent_snapshot_folder(plan, launch, lambda: (code, exit_handler.after_stop)) as snapshot_folder,
         rendezvous.process_group(plan.world.device),
     ):

@@ -10,8 +10,8 @@
 
 The first kind belongs to a supervisor. The random name is known only to the supervisor that made the folder
 and to its ranks, so a snapshot of another run, of another start, or of a run directory that was moved is
-never used. The supervisor removes the folder when the run ends. If it is killed, its lock is free, and the
-next start of a run by this user removes the folder.
+never used. The supervisor removes the folder when the run ends, or its ranks do if it was killed. If they are
+killed too, the lock is free, and the next start of a run by this user removes the folder.
 
 The second kind belongs to torchrun's agent, which restarts the ranks and knows nothing of the folder. Its
 name identifies the agent's process, so the ranks of a later attempt find it again, and those of another agent
@@ -122,7 +122,7 @@ def open_agent_folder(run_dir: Path, agent: int, agent_started: str, root: Path)
     return folder
 
 
-def remove_agent_folder(folder: Path) -> None:
+def remove_snapshot_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 

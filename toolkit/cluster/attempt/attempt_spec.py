@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.cluster.attempt.agent_snapshot_folder import launcher_restarts_ranks
+from toolkit.cluster.attempt.node_snapshot_folder import launcher_restarts_ranks
 from toolkit.cluster.jobs.job import FROZEN, resolve_from_files
 from toolkit.cluster.stop.stop_request import process_start_time
 from toolkit.cluster.world.environment import Launch, Launcher, check_startable, detect_world

@@ -1,6 +1,7 @@
-"""The folder for snapshots in memory of a node whose ranks torchrun's agent starts and restarts.
+"""What the ranks of a node do with its folder for snapshots in memory.
 
-The supervisor has its own: ``cluster/supervisor.py``.
+Under torchrun they make the folder, find it again in later attempts, and remove it at the end. The supervisor
+makes and removes its folder itself (``cluster/supervisor.py``); its ranks remove it only if it has died.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from toolkit.plan.types import RunPlan
 from toolkit.rundir.snapshot_folder import (
     open_agent_folder,
     remove_abandoned_folders,
-    remove_agent_folder,
+    remove_snapshot_folder,
     snapshot_root,
 )
 
@@ -46,6 +47,23 @@ def agent_snapshot_folder(
         raise
     if not agent_restarts_after_stop(launch, *ends()):
         _remove(folder, launch)
+
+
+@contextmanager
+def supervised_snapshot_folder(launch: Launch, folder: str | None) -> Iterator[None]:
+    """Remove the supervisor's folder at the end if the supervisor, which would do that, has died.
+
+    Its ranks then save on disk and end, or complete the run.
+
+    Args:
+        folder: the supervisor's; None: this process has no supervisor, or no snapshots are taken.
+    """
+    supervisor = find_launchers(launch)
+    try:
+        yield
+    finally:
+        if not any(process.is_alive() for process in supervisor):
+            _remove(None if folder is None else Path(folder), launch)
 
 
 def launcher_restarts_ranks(launch: Launch) -> bool:
@@ -85,4 +103,4 @@ def _open(plan: RunPlan, launch: Launch) -> Path | None:
 
 def _remove(folder: Path | None, launch: Launch) -> None:
     if folder is not None and launch.local_rank == 0:
-        remove_agent_folder(folder)
+        remove_snapshot_folder(folder)

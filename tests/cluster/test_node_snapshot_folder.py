@@ -1,21 +1,24 @@
 """When the folder for snapshots of a node is removed.
 
-pytest tests/cluster/test_agent_snapshot_folder.py
+pytest tests/cluster/test_node_snapshot_folder.py
 """
 
 from __future__ import annotations
 
+import subprocess
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.attempt import agent_snapshot_folder as module
-from toolkit.cluster.attempt.agent_snapshot_folder import (
+from toolkit.cluster.attempt import node_snapshot_folder as module
+from toolkit.cluster.attempt.node_snapshot_folder import (
     agent_restarts_after_error,
     agent_restarts_after_stop,
     agent_snapshot_folder,
     launcher_restarts_ranks,
+    supervised_snapshot_folder,
 )
 from toolkit.cluster.stop.elastic_stop import StopDecision
 from toolkit.cluster.stop.stop_request import ProcessHandle
@@ -86,3 +89,36 @@ def test_first_rank_of_a_node_removes_the_folder(
         pass
     assert folder is not None
     assert folder.exists() is kept
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError()], ids=["done", "failed"])
+@pytest.mark.parametrize(
+    ("alive", "local_rank", "kept"),
+    [(True, 0, True), (False, 0, False), (False, 1, True)],
+    ids=["supervisor lives", "supervisor died", "another local rank"],
+)
+def test_ranks_remove_the_folder_of_a_supervisor_that_died(
+    alive: bool,
+    local_rank: int,
+    kept: bool,
+    error: Exception | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    supervisor = subprocess.Popen(["sleep", "60"])
+    handle = ProcessHandle.read(supervisor.pid)
+    assert handle is not None
+    monkeypatch.setattr(module, "find_launchers", lambda launch: [handle])
+    (tmp_path / "step-00000002").mkdir()
+    launch = Launch(launcher=Launcher.SUPERVISOR, rank=local_rank, local_rank=local_rank, ranks=2)
+    try:
+        with suppress(RuntimeError), supervised_snapshot_folder(launch, str(tmp_path)):
+            if not alive:
+                supervisor.kill()
+                supervisor.wait()
+            if error is not None:
+                raise error
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    assert tmp_path.exists() is kept
