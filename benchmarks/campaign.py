@@ -37,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from benchmarks.faults.cases import DISTRIBUTED, LAYOUTS, PLANNED_CASES, Case, Choice, RunLayout, choose_cases  # noqa: E402
+from benchmarks.faults.cases import DISTRIBUTED, LAYOUTS, PLANNED_CASES, Case, RunLayout, choose_cases  # noqa: E402
 from benchmarks.faults.catalogue import FAULTS, LEFT_OUT, possible_faults  # noqa: E402
 from benchmarks.faults.live_run import release_folder  # noqa: E402
 from benchmarks.faults.plain_deepspeed import can_run_without_toolkit, run_without_toolkit  # noqa: E402
@@ -95,9 +95,7 @@ class Campaign:
         self.rows_file = folder / "cases.jsonl"
 
     def cases(self, count: int) -> list[Case]:
-        choices = {
-            name: Choice(fault.launchers, fault.nodes, fault.warm) for name, fault in self.faults.items()
-        }
+        choices = {name: fault.choice for name, fault in self.faults.items()}
         return list(choose_cases(self.seed, count, choices, self.layouts))
 
     def rows(self, count: int) -> dict[int, dict[str, Any]]:

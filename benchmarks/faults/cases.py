@@ -124,6 +124,11 @@ class Case:
     def name(self) -> str:
         return f"case-{self.number:05d}"
 
+    @property
+    def step(self) -> int:
+        """The step after whose end the fault is injected."""
+        return 1 + int(self.moment)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
-from benchmarks.faults.cases import LAUNCHERS, PARENT, STEPS
+from benchmarks.faults.cases import LAUNCHERS, PARENT, STEPS, Choice
 from benchmarks.faults.damage import (
     copy_data,
     damage_checkpoint,
@@ -64,6 +64,7 @@ class FaultClass:
 
     Attributes:
         inject: causes the fault in a training run, or before the command starts if ``at_start``.
+        noticed_late: the ranks train on until they notice the fault; so a run may complete its last steps.
         prepare: runs before the first command.
         repair: runs between the end of the first command and the second one.
         overrides: of all runs of this class.
@@ -79,6 +80,7 @@ class FaultClass:
     launchers: tuple[str, ...] = LAUNCHERS
     nodes: int = 1
     at_start: bool = False
+    noticed_late: bool = False
     prepare: Action = nothing
     repair: Action = nothing
     overrides: tuple[str, ...] = ()
@@ -86,6 +88,10 @@ class FaultClass:
     remedy_overrides: Callable[[LiveRun], tuple[str, ...]] = lambda run: ()
     missing: Callable[[], str | None] = lambda: None
     warm: tuple[bool, ...] = (False,)
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.launchers, self.nodes, self.warm)
 
 
 # ---- signals
@@ -289,9 +295,13 @@ FAULTS: Mapping[str, FaultClass] = {
         FaultClass("rank-killed", Expected.RESTARTED, kill_rank, warm=EITHER),
         FaultClass("two-ranks-killed", Expected.RESTARTED, kill_two_ranks, warm=EITHER),
         FaultClass("rank-segfault", Expected.RESTARTED, crash_rank, warm=EITHER),
-        FaultClass("supervisor-killed", Expected.STOPPED, kill_launcher, (PARENT,), warm=EITHER),
-        FaultClass("launcher-killed", Expected.STOPPED, kill_launcher, ("torchrun", "deepspeed")),
-        FaultClass("preempted", Expected.STOPPED, request_stop),
+        FaultClass(
+            "supervisor-killed", Expected.STOPPED, kill_launcher, (PARENT,), noticed_late=True, warm=EITHER
+        ),
+        FaultClass(
+            "launcher-killed", Expected.STOPPED, kill_launcher, ("torchrun", "deepspeed"), noticed_late=True
+        ),
+        FaultClass("preempted", Expected.STOPPED, request_stop, noticed_late=True),
         FaultClass("rank-paused", Expected.UNAFFECTED, pause_rank),
         FaultClass("rank-frozen", Expected.RESTARTED, freeze_rank, overrides=WATCHED),
         FaultClass("standby-killed", Expected.UNAFFECTED, kill_standby, (PARENT,), warm=(True,)),

@@ -31,10 +31,10 @@ from benchmarks.faults.processes import (
 )
 from benchmarks.faults.recovery import read_rank_records
 from toolkit import checkpoint_folder
-from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.errors import InputError
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
+from toolkit.testing.dist import find_free_port
 
 COMMAND_SECONDS = 400.0  # hard limit of one command
 GONE_SECONDS = 90.0  # in which the ranks of a dead launcher save and end
@@ -106,17 +106,12 @@ class LiveRun:
         self.environ = {
             "FAULT_RECORDS": str(self.rank_records),
             "FAULT_STEP_SECONDS": str(STEP_SECONDS),
-            "FAULT_FIRST_PAUSE": str(self.step_of_fault),
+            "FAULT_FIRST_PAUSE": str(case.step),
         }
         if self.nodes is None:
             self.temporary = folder / "tmp"
             self.temporary.mkdir()
             self.environ["TMPDIR"] = str(self.temporary)
-
-    @property
-    def step_of_fault(self) -> int:
-        """The step after whose end the fault is injected."""
-        return 1 + int(self.case.moment)
 
     def start(self, *extra: str) -> None:
         overrides = [

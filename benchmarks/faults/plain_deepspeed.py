@@ -15,7 +15,7 @@ from benchmarks.faults.cases import BATCH, LAYOUTS, SAVE_EVERY, STEP_SECONDS, ST
 from benchmarks.faults.other_load import OtherLoad
 from benchmarks.faults.processes import BIN, POLL_SECONDS, ROOT, kill_all, start
 from benchmarks.faults.recovery import read_rank_records
-from toolkit.cluster.attempt.rank_processes import find_free_port
+from toolkit.testing.dist import find_free_port
 
 SCRIPT = ROOT / "benchmarks" / "harness" / "restarting_baseline.py"
 KILLS = {"rank-killed": 1, "two-ranks-killed": 2}
@@ -56,7 +56,7 @@ def run_without_toolkit(case: Case, folder: Path) -> dict[str, Any] | None:
         "steps": STEPS,
         "save_every": SAVE_EVERY,
         "step_seconds": STEP_SECONDS,
-        "first_pause": 1 + int(case.moment),
+        "first_pause": case.step,
         "folder": str(folder),
     }
     (folder / "spec.json").write_text(json.dumps(spec))
@@ -89,7 +89,7 @@ def run_without_toolkit(case: Case, folder: Path) -> dict[str, Any] | None:
 
     try:
         with others:
-            if not wait(lambda: len(rows()) > int(case.moment), STEP_LIMIT_SECONDS):
+            if not wait(lambda: len(rows()) >= case.step, STEP_LIMIT_SECONDS):
                 return None
             time.sleep(STEP_SECONDS * (case.moment % 1))
             ranks = started.ranks()

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults.lossy_link import LossyLink, replace_with_lossy_link, why_no_lossy_link
-from toolkit.cluster.attempt.rank_processes import find_free_port
 from toolkit.cluster.standbys.standby_pool import is_standby as is_standby_command
 from toolkit.plan.devices import HIDE_GPUS
+from toolkit.testing.dist import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

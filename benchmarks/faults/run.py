@@ -6,19 +6,23 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.cases import LAYOUTS, STEP_SECONDS, STEPS, Case, RunLayout
-from benchmarks.faults.catalogue import FAULTS, Expected
+from benchmarks.faults.catalogue import FAULTS, Expected, FaultClass
 from benchmarks.faults.invariants import End, Evidence, violations_of
 from benchmarks.faults.live_run import CaseFailed, LiveRun, release_folder
 from benchmarks.faults.other_load import OtherLoad
 from benchmarks.faults.recovery import read_rank_records, recovery_of
+from toolkit.cluster.stop.stop_request import POLL_SECONDS as LAUNCHER_POLL_SECONDS
 from toolkit.rows import read_rows
 from toolkit.rundir.status import RunState
 
 MAX_STARTS = 3  # of one command in a case
+# that a run may complete before its ranks notice a dead launcher or a request to stop
+NOTICE_STEPS = ceil(LAUNCHER_POLL_SECONDS / STEP_SECONDS)
 
 
 def unbroken_losses(layout: RunLayout, folder: Path, data: Path) -> dict[int, float]:
@@ -63,12 +67,12 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
                 needs_repair = True
                 fault.inject(run)
             if case.warm:
-                run.hold_after(run.step_of_fault)
+                run.hold_after(case.step)
             run.start()
             if not fault.at_start:
                 run.wait_for(lambda: run.step() >= 1)
                 run.find_ranks()
-                run.wait_for(lambda: run.step() >= run.step_of_fault)
+                run.wait_for(lambda: run.step() >= case.step)
                 if case.warm:
                     run.wait_for(run.has_standbys)
                     run.release()
@@ -99,7 +103,7 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
         )
         violations = violations_of(evidence)
         missed = not fault.at_start and was_too_late(run)
-        unexpected = problem or differs_from_expected(fault.expected, case.launcher, ends)
+        unexpected = problem or differs_from_expected(fault, case, ends)
         if unexpected and not missed:
             violations["expected end"] = [unexpected]
         measured = run.moment > 0 and not missed
@@ -140,16 +144,17 @@ def is_done(end: End) -> bool:
     return end.status is not None and end.status.state is RunState.DONE
 
 
-def differs_from_expected(expected: Expected, launcher: str, ends: Sequence[End]) -> str | None:
+def differs_from_expected(fault: FaultClass, case: Case, ends: Sequence[End]) -> str | None:
     """Return how the commands ended otherwise than expected; None: as expected."""
-    if launcher == "deepspeed" and expected is Expected.RESTARTED:
+    expected = fault.expected
+    if case.launcher == "deepspeed" and expected is Expected.RESTARTED:
         expected = Expected.STOPPED
     if not is_done(ends[-1]):
         return f"the run was not finished by {len(ends)} commands: {ends[-1]}"
     attempt = ends[-1].status.attempt if ends[-1].status is not None else 0
     if expected is Expected.STOPPED:
-        as_expected = len(ends) == 2 or (len(ends) == 1 and ends[0].was_killed)
-        return None if as_expected else f"{len(ends)} commands instead of 2"
+        may_be_done = fault.noticed_late and STEPS - case.step <= NOTICE_STEPS
+        return None if len(ends) == 2 or may_be_done else f"{len(ends)} commands instead of 2"
     if len(ends) > 1:
         return f"the first command ended without finishing the run: {ends[0]}"
     if expected is Expected.UNAFFECTED and attempt > 1:

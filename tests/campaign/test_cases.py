@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.cases import DISTRIBUTED, LAYOUTS, MODEL, STEPS, Choice, RunLayout, choose_cases
+from benchmarks.faults.cases import DISTRIBUTED, LAYOUTS, MODEL, STEPS, RunLayout, choose_cases
 from benchmarks.faults.catalogue import FAULTS, possible_faults
 from benchmarks.faults.recovery import percentile
 from toolkit.config.compose import compose
@@ -18,7 +18,7 @@ from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 
 ROOT = Path(__file__).resolve().parents[2]
-CHOICES = {name: Choice(fault.launchers, fault.nodes, fault.warm) for name, fault in FAULTS.items()}
+CHOICES = {name: fault.choice for name, fault in FAULTS.items()}
 
 
 def test_cases_follow_from_the_seed_and_a_longer_campaign_continues_a_shorter_one() -> None:
