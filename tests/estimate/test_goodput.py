@@ -72,9 +72,9 @@ def simulated_share(
     ("interval", "save", "restart", "mean"),
     [(600, 10, 300, 10_000), (3600, 60, 600, 7200), (100, 50, 10, 1000)],
 )
-def test_formula_equals_a_simulation(interval: float, save: float, restart: float, mean: float) -> None:
+def test_formula_is_within_a_point_of_a_simulation(interval: float, save: float, restart: float, mean: float) -> None:
     expected = simulated_share(interval, save, restart, mean, segments=20_000)
-    assert useful_share(interval, save, restart, mean) == pytest.approx(expected, rel=0.015)
+    assert useful_share(interval, save, restart, mean) == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize(("spares", "repair"), [(0, 5_000), (1, 20_000), (3, 40_000)])
