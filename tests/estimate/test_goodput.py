@@ -18,6 +18,7 @@ from toolkit.estimate.goodput import GoodputEstimate, estimate_goodput, format_g
 from toolkit.estimate.save_interval import (
     NODE_MTBF_HOURS,
     PAUSE_SECONDS,
+    RESTART_SECONDS,
     optimal_interval,
     useful_share,
     waiting_share,
@@ -72,7 +73,7 @@ def simulated_share(
     ("interval", "save", "restart", "mean"),
     [(600, 10, 300, 10_000), (3600, 60, 600, 7200), (100, 50, 10, 1000)],
 )
-def test_formula_is_within_a_point_of_a_simulation(interval: float, save: float, restart: float, mean: float) -> None:
+def test_formula_agrees_with_a_simulation(interval: float, save: float, restart: float, mean: float) -> None:
     expected = simulated_share(interval, save, restart, mean, segments=20_000)
     assert useful_share(interval, save, restart, mean) == pytest.approx(expected, abs=0.01)
 
@@ -180,6 +181,13 @@ def test_spare_nodes_shorten_the_predicted_run() -> None:
     assert at_once.goodput > spare.goodput > at_once.goodput - 0.01
     assert "waits for a repaired node" in dict(format_goodput(alone))["goodput"]
     assert "spare nodes: 16" in " ".join(spare.assumptions)
+
+
+def test_measured_restart_replaces_the_published_one() -> None:
+    published, measured = forecast(2048)[1], forecast(2048, restart_seconds=20.0)[1]
+    assert published.restart - measured.restart == pytest.approx(RESTART_SECONDS - 20)
+    assert measured.goodput > published.goodput + 0.02
+    assert "20 s to find a failure and restart (cluster.restart_seconds)" in measured.assumptions
 
 
 def test_automatic_interval_is_predicted() -> None:

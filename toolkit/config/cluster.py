@@ -180,6 +180,11 @@ class ClusterConfig:
     """Mean hours between failures of one node, for the predicted goodput. Null: as in the training of Llama 3
     on GPUs, about 6,300; no failures on CPUs.
     """
+    restart_seconds: float | None = None
+    """Seconds from a failure to the start of training, without reading the checkpoint, for the predicted
+    goodput; attempts/NNN/restart.json has those of a run's own restarts. Null: 600, the mean of a published
+    run in which nodes were tested before each restart.
+    """
     repair_hours: float | None = None
     """Mean hours until a node that failed is repaired or replaced, for the predicted goodput. A run that has
     no spare node left waits for it. Null: a node can always be replaced at once.
@@ -216,7 +221,13 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         at_least("cluster", 1, nodes=self.nodes, cpu_ranks=self.cpu_ranks, grace_seconds=self.grace_seconds)
-        at_least("cluster", 0, repair_hours=self.repair_hours, spare_nodes=self.spare_nodes)
+        at_least(
+            "cluster",
+            0,
+            restart_seconds=self.restart_seconds,
+            repair_hours=self.repair_hours,
+            spare_nodes=self.spare_nodes,
+        )
         at_least(
             "cluster", 0, gpus_per_node=self.gpus_per_node, restarts=self.restarts, standbys=self.standbys
         )

@@ -12,11 +12,11 @@ from toolkit.estimate.cost import full_steps
 from toolkit.estimate.save_interval import (
     NODE_MTBF_HOURS,
     PAUSE_SECONDS,
-    RESTART_SECONDS,
     choose_interval,
     expected_costs,
     first_costs,
     optimal_interval,
+    restart_seconds,
     waiting_share,
 )
 from toolkit.estimate.types import StepEstimate
@@ -136,7 +136,8 @@ def _assumptions(plan: RunPlan, node_mtbf_hours: float) -> Iterator[str]:
         given = cluster.node_mtbf_hours is not None
         source = "cluster.node_mtbf_hours" if given else "as in the training of Llama 3 (2407.21783)"
         yield f"a failure of a node every {node_mtbf_hours:,.0f} hours, {source}"
-        yield f"{RESTART_SECONDS:,.0f} s to find a failure and restart (2402.15627)"
+        source = "2402.15627" if cluster.restart_seconds is None else "cluster.restart_seconds"
+        yield f"{restart_seconds(plan):,.0f} s to find a failure and restart ({source})"
         if cluster.repair_hours is None:
             yield "a node that failed is replaced at once"
         else:

@@ -103,9 +103,15 @@ def expected_costs(plan: RunPlan, between_failures: float) -> SaveCosts | None:
     return SaveCosts(
         save=save,
         commit=commit,
-        restart=RESTART_SECONDS + write,  # reading takes as long as writing
+        restart=restart_seconds(plan) + write,  # reading takes as long as writing
         between_failures=between_failures,
     )
+
+
+def restart_seconds(plan: RunPlan) -> float:
+    """Return the seconds from a failure to the start of training, without reading the checkpoint."""
+    given = plan.config.cluster.restart_seconds
+    return RESTART_SECONDS if given is None else given
 
 
 def first_costs(plan: RunPlan) -> SaveCosts:
@@ -115,7 +121,7 @@ def first_costs(plan: RunPlan) -> SaveCosts:
     """
     mean = prior_between_failures(plan)
     small = SaveCosts(
-        save=PAUSE_SECONDS, commit=PAUSE_SECONDS, restart=RESTART_SECONDS, between_failures=mean
+        save=PAUSE_SECONDS, commit=PAUSE_SECONDS, restart=restart_seconds(plan), between_failures=mean
     )
     return expected_costs(plan, mean) or small
 
