@@ -6,11 +6,12 @@
 A model of 11 M parameters trains with ZeRO 1 on two ranks. The contenders take turns; in each turn a run
 starts, and ranks 0 and 1 are killed in turn after some steps:
 
-    torchrun   torchrun --max-restarts without standbys, from the newest checkpoint
-    relayed    the same with cluster.standbys=2: torchrun's workers hand their places to standbys
-    cold       plain python with cluster.standbys=0
-    warm       plain python with cluster.standbys=2: the ranks' places are taken by standbys
-    memory     the same with checkpoint.memory_every: from the newest snapshot
+    torchrun          torchrun --max-restarts without standbys, from the newest checkpoint
+    relayed           the same with cluster.standbys=2: torchrun's workers hand their places to standbys
+    relayed_memory    the same with checkpoint.memory_every: from the newest snapshot
+    cold              plain python with cluster.standbys=0
+    warm              plain python with cluster.standbys=2: the ranks' places are taken by standbys
+    memory            the same with checkpoint.memory_every: from the newest snapshot
 
 No round begins after ``--minutes``. The phases are those of attempts/NNN/restart.json. Results go to
 benchmarks/results/restart.json.
@@ -25,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,20 +40,31 @@ from toolkit.rundir.directory import RunDirectory
 RESULTS = ROOT / "benchmarks" / "results" / "restart.json"
 CHECKPOINT_EVERY, MEMORY_EVERY = 40, 5
 STEPS_BEFORE_A_KILL = 12  # of an attempt; not a multiple of MEMORY_EVERY, so steps are repeated
-CONTENDERS: dict[str, tuple[str, ...]] = {
-    "torchrun": ("cluster.standbys=0",),
-    "relayed": (f"cluster.standbys={RANKS}",),
-    "cold": ("cluster.standbys=0",),
-    "warm": (f"cluster.standbys={RANKS}",),
-    "memory": (f"cluster.standbys={RANKS}", f"checkpoint.memory_every={MEMORY_EVERY}"),
+
+
+@dataclass(frozen=True)
+class Contender:
+    torchrun: bool = False  # starts the ranks, not plain python
+    standbys: int = 0
+    memory_every: int = 0  # steps between snapshots in memory; 0: none
+
+    def start(self, name: str, data: str, folder: Path) -> RunningTraining:
+        overrides = (
+            f"checkpoint.every={CHECKPOINT_EVERY}",
+            f"checkpoint.memory_every={self.memory_every}",
+            f"cluster.standbys={self.standbys}",
+        )
+        return RunningTraining(name, overrides, data, folder, torchrun=self.torchrun, standbys=self.standbys)
+
+
+CONTENDERS = {
+    "torchrun": Contender(torchrun=True),
+    "relayed": Contender(torchrun=True, standbys=RANKS),
+    "relayed_memory": Contender(torchrun=True, standbys=RANKS, memory_every=MEMORY_EVERY),
+    "cold": Contender(),
+    "warm": Contender(standbys=RANKS),
+    "memory": Contender(standbys=RANKS, memory_every=MEMORY_EVERY),
 }
-
-
-def start(name: str, data: str, folder: Path) -> RunningTraining:
-    overrides = [*CONTENDERS[name], f"checkpoint.every={CHECKPOINT_EVERY}"]
-    standbys = RANKS if name in ("warm", "memory", "relayed") else 0
-    torchrun = name in ("torchrun", "relayed")
-    return RunningTraining(name, overrides, data, folder, torchrun=torchrun, standbys=standbys)
 
 
 def kill_a_rank(training: RunningTraining, rank: int, attempt: int) -> dict[str, Any]:
@@ -78,7 +91,10 @@ def kill_a_rank(training: RunningTraining, rank: int, attempt: int) -> dict[str,
 
 
 def turn(name: str, kills: int, data: str) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder, start(name, data, Path(folder)) as training:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        CONTENDERS[name].start(name, data, Path(folder)) as training,
+    ):
         return [kill_a_rank(training, kill % RANKS, kill + 1) for kill in range(kills)]
 
 
@@ -126,7 +142,7 @@ def main() -> None:
         phases = ", ".join(f"{phase} {took:.1f}" for phase, took in row["phases"].items())
         times = f"p50 {row['p50_seconds']:.1f} s, p95 {row['p95_seconds']:.1f} s"
         print(
-            f"{name:>9}: {times} over {row['kills']} kills, {row['repeated_steps']:.1f} steps repeated; "
+            f"{name:>14}: {times} over {row['kills']} kills, {row['repeated_steps']:.1f} steps repeated; "
             f"{phases}"
         )
     given.out.write_text(json.dumps(results, indent=1) + "\n")
