@@ -383,3 +383,14 @@ def test_newest_sound_checkpoint_is_kept_and_a_rollback_goes_to_it(poison: Poiso
     every = digests(poison.data, 400)
     assert found.trained_samples() == [every[at] for at in skipped.positions(np.arange(BATCH * 20))]
     assert {every[at] for at in (50, 82, 114, 140)}.isdisjoint(found.trained_samples())
+
+
+def test_run_whose_loss_jumps_and_stays_saves_on_and_keeps_the_checkpoint_before(
+    poison: Poison, pool: RankPool
+) -> None:
+    poison.spread(dict.fromkeys(range(BATCH * 24, BATCH * 44), 3.0))  # steps 25 to 44
+    found = Attempt(poison, "run", pool, train__on_spike=OnSpike.ignore, train__steps=44)
+    assert found.codes == [ExitCode.DONE]
+    assert found.saved() == [24, 44]
+    readers = [open_reader(found.directory.checkpoints / f"step-{step:08d}") for step in found.saved()]
+    assert [reader.scalars["sound"] for reader in readers] == [True, False]

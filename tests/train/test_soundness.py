@@ -99,25 +99,95 @@ def test_each_key_decides_what_follows(loss: float, norm: float) -> None:
     for on_nonfinite in ("stop", "skip", "rollback"):
         soundness = Soundness(settings(on_nonfinite, "ignore"))
         trained(soundness, [*healthy_losses(30), 50.0])
-        assert not soundness.is_sound()
+        assert not soundness.judge_save()
 
 
 def test_checkpoint_is_sound_if_no_step_since_the_one_before_is_bad() -> None:
     soundness = Soundness(settings("skip", "ignore"))
     soundness.on_start(10)
     trained(soundness, healthy_losses(30), first=11)
-    assert soundness.is_sound()
+    assert soundness.judge_save()
     soundness.on_checkpoint(folder(40))
     trained(soundness, [math.nan, 3.0], first=41)
-    assert not soundness.is_sound()
+    assert not soundness.judge_save()
     assert soundness.state_dict()["losses"][-1] == 3.0, "a loss that is not finite is not compared with"
     soundness.on_checkpoint(folder(42))
-    assert soundness.is_sound()
+    assert soundness.judge_save()
     trained(soundness, [50.0], first=43)
     soundness.on_checkpoint(folder(42))  # a save in the background that began before
-    assert not soundness.is_sound()
+    assert not soundness.judge_save()
     soundness.on_rollback(folder(40))
-    assert soundness.is_sound()
+    assert soundness.judge_save()
+
+
+def saved_soundness(
+    soundness: Soundness, losses: list[float], first: int = 1, every: int = 10
+) -> dict[int, bool]:
+    """Train and save; return whether each checkpoint is sound, by step."""
+    found = {}
+    for step, loss in enumerate(losses, first):
+        soundness.on_step(completed(step, loss))
+        if step % every == 0:
+            found[step] = soundness.judge_save()
+            soundness.on_checkpoint(folder(step))
+    return found
+
+
+def shifted(losses: list[float], by: float) -> list[float]:
+    return [loss + by for loss in losses]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 7, 10, 40])
+@pytest.mark.parametrize("by", [0.7, 0.9, 3.0])  # the limit is about 0.5 higher
+def test_checkpoints_after_a_jump_that_stays_are_not_sound(every: int, by: float) -> None:
+    """Control: without the recorded limit, as in a checkpoint of an earlier version, the plateau is sound."""
+    soundness, earlier = Soundness(settings("skip", "ignore")), Soundness(settings("skip", "ignore"))
+    assert all(saved_soundness(soundness, healthy_losses(120), every=every).values())
+    plateau = shifted(healthy_losses(400), by)
+    after = saved_soundness(soundness, plateau, first=121, every=every)
+    assert after
+    assert not any(after.values())
+    earlier.load_state_dict({"losses": healthy_losses(120)[-50:]})
+    earlier.on_start(120)
+    after = saved_soundness(earlier, plateau, first=121, every=every)
+    assert any(after.values())
+
+
+def test_checkpoints_are_sound_again_once_the_loss_has_returned() -> None:
+    soundness = Soundness(settings("skip", "ignore"))
+    losses = [*healthy_losses(105), *shifted(healthy_losses(50), 3.0), *healthy_losses(45)]
+    sound = saved_soundness(soundness, losses)
+    assert [step for step, found in sound.items() if not found] == [110, 120, 130, 140, 150]
+
+
+def test_checkpoints_stay_sound_while_the_loss_falls_or_rises_by_less_than_a_spike() -> None:
+    falling = [8.0 * 0.999**step + noise - 3 for step, noise in enumerate(healthy_losses(1000))]
+    rising = [step * 0.003 + loss for step, loss in enumerate(healthy_losses(1000))]
+    for losses in (falling, rising):
+        assert all(saved_soundness(Soundness(settings("skip", "ignore")), losses, every=50).values())
+
+
+def test_resumed_run_judges_saves_as_the_unbroken_one_and_a_rollback_forgets_the_later_ones() -> None:
+    unbroken, resumed, back = (Soundness(settings("skip", "ignore")) for _ in range(3))
+    states = {}
+    for begin in range(0, 200, 10):
+        states[begin] = json.loads(json.dumps(unbroken.state_dict()))
+        saved_soundness(unbroken, [5.0 - begin / 100] * 10, first=begin + 1)
+    expected = saved_soundness(unbroken, [3.6] * 30, first=201)
+    assert not any(expected.values()), "the limit is 3.1 and 10% more"
+    assert states[100]["limit"] > states[190]["limit"]
+
+    resumed.load_state_dict(states[190])
+    resumed.on_start(190)
+    saved_soundness(resumed, [5.0 - 190 / 100] * 10, first=191)
+    assert saved_soundness(resumed, [3.6] * 30, first=201) == expected
+    assert resumed.state_dict() == unbroken.state_dict()
+
+    saved_soundness(back, [3.0] * 100)
+    back.on_rollback(folder(20))
+    assert back.state_dict()["limit"] is None, "a checkpoint of an earlier version has no limit"
+    back.load_state_dict(states[100])
+    assert saved_soundness(back, [4.2] * 10, first=101) == {110: True}
 
 
 def fault(step: int, kind: FaultKind = FaultKind.NONFINITE) -> Fault:
