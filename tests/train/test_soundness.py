@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from toolkit.config.schema import OnNonfinite, OnSpike, RollbackConfig, TrainConfig
+from toolkit.config.schema import OnNonfinite, OnSpike, TrainConfig
 from toolkit.data.order.skipped import SkippedSamples
 from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import StepConsensus
@@ -24,8 +25,15 @@ from toolkit.observe.goodput_tracker import GoodputTracker
 from toolkit.plan.types import BatchPlan, RampStage
 from toolkit.rundir.repeated_steps import cut_rows
 from toolkit.train.nonfinite import Diverged
-from toolkit.train.rollback import Rollback, decide_rollback, read_rollbacks, skipped_on_resume
-from toolkit.train.soundness import Fault, FaultKind, RollbackRequired, Soundness
+from toolkit.train.rollback import (
+    Rollback,
+    RollbackFacts,
+    decide_rollback,
+    read_decisions,
+    read_rollbacks,
+    skipped_on_resume,
+)
+from toolkit.train.soundness import FaultKind, RollbackRequired, Soundness, judge_step
 
 # 4 samples a step, 8 from step 10 on
 BATCH = BatchPlan(
@@ -190,24 +198,28 @@ def test_resumed_run_judges_saves_as_the_unbroken_one_and_a_rollback_forgets_the
     assert saved_soundness(back, [4.2] * 10, first=101) == {110: True}
 
 
-def fault(step: int, kind: FaultKind = FaultKind.NONFINITE) -> Fault:
-    return Fault(
-        step=step, kind=kind, loss=math.nan, grad_norm=math.inf, weights_finite=True, cause=f"step {step}"
-    )
+FACTS = RollbackFacts(
+    attempt=1,
+    step=8,
+    reason=FaultKind.NONFINITE.value,
+    loss=math.nan,
+    grad_norm=math.nan,
+    losses=(),
+    checkpoint_step=4,
+    unsound=(6,),
+    earlier=(),
+    window=2,
+    limit=2,
+    batch=BATCH,
+    already_skipped=(),
+)
 
 
-def decided(
-    step: int, target: int | None = 4, earlier: tuple[Rollback, ...] = (), **named: int | SkippedSamples
-) -> Rollback:
-    return decide_rollback(
-        fault(step),
-        target=target,
-        earlier=earlier,
-        settings=RollbackConfig(window=int(named.get("window", 2)), limit=2),  # type: ignore[arg-type]
-        batch=BATCH,
-        skipped=named.get("skipped", SkippedSamples()),  # type: ignore[arg-type]
-        attempt=1,
-    )
+def decided(step: int, target: int = 4, **changes: Any) -> Rollback:
+    decision = decide_rollback(replace(FACTS, step=step, checkpoint_step=target, **changes))
+    assert decision.rollback is not None
+    assert decision.refusal is None
+    return decision.rollback
 
 
 def test_window_ends_with_the_bad_step_and_begins_at_the_checkpoint_at_the_earliest() -> None:
@@ -216,47 +228,59 @@ def test_window_ends_with_the_bad_step_and_begins_at_the_checkpoint_at_the_earli
     assert decided(8, window=100).skipped == (16, 32)
     assert decided(12).skipped == (40, 56), "after the batch ramp"
     assert decided(11).skipped == (36, 48), "across it"
-    assert decided(8, skipped=SkippedSamples(((8, 16),))).skipped == (32, 40), "positions, not numbers"
-    assert decided(8, skipped=SkippedSamples(((28, 36),))).skipped == (24, 40), "joined with a range inside"
+    assert decided(8, already_skipped=((8, 16),)).skipped == (32, 40), "positions, not numbers"
+    assert decided(8, already_skipped=((28, 36),)).skipped == (24, 40), "joined with a range inside"
 
 
 def test_limit_counts_rollbacks_to_the_same_checkpoint() -> None:
-    one = decided(8)
-    two = (one, decided(9, earlier=(one,)))
-    assert decided(9, target=8, earlier=two).checkpoint_step == 8
-    with pytest.raises(Diverged, match="2 rollbacks to step-00000004 have not helped"):
-        decided(9, earlier=two)
-    with pytest.raises(Diverged, match="there is no sound checkpoint"):
-        decided(9, target=None)
-    ended = Diverged("x", weights_finite=True)
-    assert "train.on_nonfinite=skip" in ended.describe("C", checked=True)
-    with pytest.raises(Diverged) as spike:
-        decide_rollback(
-            fault(9, FaultKind.SPIKE),
-            target=None,
-            earlier=(),
-            settings=RollbackConfig(),
-            batch=BATCH,
-            skipped=SkippedSamples(),
-            attempt=1,
-        )
-    assert "train.on_spike=ignore" in spike.value.describe("C", checked=True)
+    assert decided(9, earlier=(4,)).checkpoint_step == 4
+    assert decided(9, target=8, earlier=(4, 4)).checkpoint_step == 8
+    for changes, why in (
+        ({"earlier": (4, 4)}, "2 rollbacks to step-00000004 have not helped"),
+        ({"checkpoint_step": None}, "there is no sound checkpoint"),
+    ):
+        decision = decide_rollback(replace(FACTS, **changes))  # type: ignore[arg-type]
+        assert decision.rollback is None
+        assert why in (decision.refusal or "")
+
+
+def test_rows_of_rollbacks_replay_the_decisions(tmp_path: Path) -> None:
+    file = tmp_path / "rollbacks.jsonl"
+    spike = replace(FACTS, reason="spike", loss=6.0, grad_norm=1.0, losses=tuple(healthy_losses(50)))
+    facts = [FACTS, spike, replace(FACTS, earlier=(4, 4)), replace(spike, checkpoint_step=None)]
+    facts.append(replace(FACTS, step=12, already_skipped=((8, 16), (24, 32))))
+    decisions = [decide_rollback(each) for each in facts]
+    assert [decision.rollback is None for decision in decisions] == [False, False, True, True, False]
+    for decision in decisions:
+        append_durable_row(file, decision.to_row())
+    with file.open("a") as torn:
+        torn.write('{"step": 3')
+    found = read_decisions(file)
+    assert found == decisions
+    assert [decide_rollback(each.facts) for each in found] == decisions
+    for change in ({"window": 3}, {"checkpoint_step": 7}, {"limit": 0}, {"already_skipped": ((0, 8),)}):
+        changed = decide_rollback(replace(found[0].facts, **change))  # type: ignore[arg-type]
+        assert (changed.rollback, changed.refusal) != (found[0].rollback, found[0].refusal), "control"
+    judged = judge_step(completed(spike.step, found[1].facts.loss), found[1].facts.losses)
+    assert judged is not None, "the losses of the row show the spike"
+    assert judge_step(completed(spike.step, 3.2), found[1].facts.losses) is None, "control"
 
 
 def test_start_skips_what_later_rollbacks_skipped_but_not_what_it_has_learned_from() -> None:
     first = SkippedSamples(((24, 32),))
-    rollbacks = [decided(8), decided(12, target=9, skipped=first)]
+    rollbacks = [decided(8), decided(12, target=9, already_skipped=first.ranges)]
     assert skipped_on_resume(SkippedSamples(), rollbacks, 16).ranges == ((24, 32), (48, 64))
     assert skipped_on_resume(SkippedSamples(), rollbacks, 36).ranges == ((48, 64),)
     assert skipped_on_resume(first, rollbacks, 36).ranges == ((24, 32), (48, 64))
     assert skipped_on_resume(first, [], 36) == first
 
 
-def test_rows_of_rollbacks_are_read_back(tmp_path: Path) -> None:
+def test_rows_of_rollbacks_are_read_back_without_the_decisions_to_end(tmp_path: Path) -> None:
     file = tmp_path / "rollbacks.jsonl"
     assert read_rollbacks(file) == []
-    append_durable_row(file, asdict(decided(8)))
-    append_durable_row(file, asdict(decided(12)))
+    append_durable_row(file, asdict(decided(8)))  # of an earlier version: without facts
+    append_durable_row(file, decide_rollback(replace(FACTS, step=12)).to_row())
+    append_durable_row(file, decide_rollback(replace(FACTS, step=13, checkpoint_step=None)).to_row())
     with file.open("a") as torn:
         torn.write('{"step": 3')
     first, second = read_rollbacks(file)
@@ -265,8 +289,9 @@ def test_rows_of_rollbacks_are_read_back(tmp_path: Path) -> None:
     assert math.isnan(first.grad_norm), "JSON has no infinity"
     assert (first.skipped, second.skipped) == ((24, 32), (40, 56))
     assert (first.step, first.checkpoint_step, first.attempt) == (8, 4, 1)
-    append_durable_row(file, asdict(decided(16)))
+    append_durable_row(file, decide_rollback(replace(FACTS, step=16)).to_row())
     assert [rollback.step for rollback in read_rollbacks(file)] == [8, 12, 16]
+    assert [decision.facts.step for decision in read_decisions(file)] == [12, 13, 16]
 
 
 def test_rows_are_cut_from_a_file_that_stays_open(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class Fault:
     Attributes:
         step: the number of completed steps after it.
         cause: one clause that names the step.
+        losses: those before a spike, with which it was compared.
     """
 
     step: int
@@ -52,6 +53,7 @@ class Fault:
     grad_norm: float
     weights_finite: bool
     cause: str
+    losses: tuple[float, ...] = ()
 
 
 class RollbackRequired(Exception):
@@ -84,6 +86,7 @@ def judge_step(completed: CompletedStep, losses: Sequence[float]) -> Fault | Non
         grad_norm=result.grad_norm,
         weights_finite=not completed.consensus.nonfinite_state,
         cause=cause,
+        losses=tuple(losses) if kind is FaultKind.SPIKE else (),
     )
 
 
