@@ -30,6 +30,7 @@ from toolkit.checkpoint.remote.pointer import (
     StoreClaim,
     StoredCheckpoint,
     Writer,
+    agreed_step,
     best_steps,
     claimed_pointer,
     parse_pointer,
@@ -470,12 +471,45 @@ def test_retention_keeps_what_the_rule_keeps_and_removes_leftovers() -> None:
     now = StoredCheckpoint(40, "a" * 32)
 
     def removed(**keep: object) -> list[str]:
-        options: dict[str, object] = {"keep_last": 1, "keep_every": 0, **keep}
+        sound = keep.pop("sound", ())
+        options: dict[str, object] = {
+            "keep_last": 1,
+            "keep_every": 0,
+            "is_sound": lambda name: name in {folder(step) for step in sound},  # type: ignore[attr-defined]
+            **keep,
+        }
         return removable_folders(names, now, **options)  # type: ignore[arg-type]
 
     assert removed() == sorted([folder(10), folder(20), folder(30), dead])
     assert removed(keep_last=2) == sorted([folder(10), folder(20), dead])
     assert removed(keep_every=20, best=[10]) == sorted([folder(30), dead])
+    assert removed(sound=[10, 20]) == sorted([folder(10), folder(30), dead])
+    assert removed(sound=[10, 20, 40]) == sorted([folder(10), folder(20), folder(30), dead])
+    assert removed(sound=[10, 20, 40], agreed=25) == sorted([folder(10), folder(30), dead])
+    now = StoredCheckpoint(30, "a" * 32)
+    assert removed(sound=[20, 40]) == [folder(10), dead], "a later one belongs to an abandoned state"
     scalars = {"hooks": {"checkpoint.keep_best": {"saved": [[10, 0.5], [30, 0.6]]}}}
     assert best_steps(scalars) == [10, 30]
     assert best_steps({}) == []
+    assert agreed_step({"hooks": {"monitor.computation_every": {"equal_at": 30}}}) == 30
+    assert agreed_step(scalars) is None
+
+
+@pytest.mark.parametrize(
+    ("sound", "agreed", "left"),
+    [
+        ((True, False, False), None, [1, 3]),
+        ((True, True, True), None, [3]),  # control
+        ((True, True, True), 1, [1, 3]),
+    ],
+)
+def test_store_keeps_the_newest_sound_checkpoint_and_the_newest_confirmed_one(
+    store: Store, tmp_path: Path, sound: tuple[bool, ...], agreed: int | None, left: list[int]
+) -> None:
+    """Each start knows the checkpoints of the one before from the store only."""
+    hooks = {} if agreed is None else {"monitor.computation_every": {"equal_at": agreed}}
+    for step, is_sound in enumerate(sound, 1):
+        run = UploadingRun(tmp_path / "run", url_of(store), step, keep_last=1)
+        run.save(step, sound=is_sound, hooks=hooks)
+        assert run.close()
+    assert folders(store) == [f"step-{step:08d}" for step in left]

@@ -95,9 +95,15 @@ class UploadingRun:
         if isinstance(local, Path):
             self.uploaders[0].send(local)
 
-    def save(self, step: int) -> Path:
-        shards = shards_of(state(step), LAYOUTS["flat"], RANKS)
-        path = save(self.checkpoints, step, shards, stores=self._stores, attempt=self.attempt)
+    def save(self, step: int, **scalars: object) -> Path:
+        path = save(
+            self.checkpoints,
+            step,
+            shards_of(state(step), LAYOUTS["flat"], RANKS),
+            stores=self._stores,
+            attempt=self.attempt,
+            scalars={"step": step, **scalars},
+        )
         for uploader in self.uploaders:
             uploader.send(path)
         return path

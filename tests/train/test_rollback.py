@@ -51,7 +51,7 @@ from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
 from toolkit.testing.tiny import tiny_config
 from toolkit.train import rollback
 from toolkit.train import run as run_module
-from toolkit.train.rollback import read_rollbacks
+from toolkit.train.rollback import RollbackDecision, decide_rollback, read_decisions, read_rollbacks
 
 BATCH, STEPS, EVERY = 8, 32, 4
 # The bad sample of step 7, and after its rollback, which skips two steps, all samples of step 28.
@@ -189,13 +189,15 @@ def train(
             patch.setattr(run_module, "build_engine", dying_engine(die_at))
         if not apply_skips:
             decide = rollback.decide_rollback
-            patch.setattr(
-                rollback,
-                "decide_rollback",
-                lambda *args, **named: replace(decide(*args, **named), skipped=(0, 0)),
-            )
+            patch.setattr(rollback, "decide_rollback", lambda facts: without_skips(decide(facts)))
         plan = plan_of(config, ranks)
         return int(run_module.run(plan, rank=rank, local_rank=rank, stop=lambda: None, attempt=attempt))
+
+
+def without_skips(decision: RollbackDecision) -> RollbackDecision:
+    if decision.rollback is None:
+        return decision
+    return replace(decision, rollback=replace(decision.rollback, skipped=(0, 0)))
 
 
 def opened_with(skipped: SkippedSamples) -> Any:
@@ -309,6 +311,8 @@ def test_control_run_that_skips_nothing_meets_the_fault_until_the_limit(
     assert found.codes == [ExitCode.DIVERGED]
     rows = read_rollbacks(found.directory.rollbacks_file)
     assert [(row.step, row.checkpoint_step) for row in rows] == [(7, 4)] * 3
+    *_, ended = read_decisions(found.directory.rollbacks_file)
+    assert (ended.rollback, ended.facts.earlier, ended.facts.limit) == (None, (4, 4, 4), 3)
     reason = found.status.reason or ""
     assert "step 7: the loss is not finite" in reason
     assert "3 rollbacks to step-00000004 have not helped (train.rollback.limit)" in reason
@@ -360,7 +364,10 @@ def test_run_without_a_sound_checkpoint_ends(poison: Poison, pool: RankPool) -> 
     assert found.codes == [ExitCode.DIVERGED]
     assert "step 2: the loss is not finite" in (found.status.reason or "")
     assert "there is no sound checkpoint to go back to" in (found.status.reason or "")
-    assert not found.directory.rollbacks_file.exists()
+    (ended,) = read_decisions(found.directory.rollbacks_file)
+    assert (ended.rollback, ended.facts.step) == (None, 2)
+    assert (ended.refusal or "") in (found.status.reason or "")
+    assert read_rollbacks(found.directory.rollbacks_file) == []
 
 
 def test_newest_sound_checkpoint_is_kept_and_a_rollback_goes_to_it(poison: Poison, pool: RankPool) -> None:
@@ -376,6 +383,9 @@ def test_newest_sound_checkpoint_is_kept_and_a_rollback_goes_to_it(poison: Poiso
     assert found.codes == [ExitCode.DONE]
     rows = read_rollbacks(found.directory.rollbacks_file)
     assert [(row.step, row.checkpoint_step) for row in rows[:2]] == [(18, 4), (7, 4)]
+    decisions = read_decisions(found.directory.rollbacks_file)
+    assert [decision.facts.unsound for decision in decisions[:2]] == [(16,), ()]
+    assert [decide_rollback(decision.facts).rollback for decision in decisions] == rows
     aside = found.directory.attempt_folder(2) / "checkpoints"
     assert [folder.name for folder in aside.iterdir()] == ["step-00000016"]
     assert found.saved() == [20]
@@ -383,3 +393,14 @@ def test_newest_sound_checkpoint_is_kept_and_a_rollback_goes_to_it(poison: Poiso
     every = digests(poison.data, 400)
     assert found.trained_samples() == [every[at] for at in skipped.positions(np.arange(BATCH * 20))]
     assert {every[at] for at in (50, 82, 114, 140)}.isdisjoint(found.trained_samples())
+
+
+def test_run_whose_loss_jumps_and_stays_saves_on_and_keeps_the_checkpoint_before(
+    poison: Poison, pool: RankPool
+) -> None:
+    poison.spread(dict.fromkeys(range(BATCH * 24, BATCH * 44), 3.0))  # steps 25 to 44
+    found = Attempt(poison, "run", pool, train__on_spike=OnSpike.ignore, train__steps=44)
+    assert found.codes == [ExitCode.DONE]
+    assert found.saved() == [24, 44]
+    readers = [open_reader(found.directory.checkpoints / f"step-{step:08d}") for step in found.saved()]
+    assert [reader.scalars["sound"] for reader in readers] == [True, False]

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from toolkit.config.schema import OnNonfinite, OnSpike, RollbackConfig, TrainConfig
+from toolkit.config.schema import OnNonfinite, OnSpike, TrainConfig
 from toolkit.data.order.skipped import SkippedSamples
 from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import StepConsensus
@@ -24,8 +25,15 @@ from toolkit.observe.goodput_tracker import GoodputTracker
 from toolkit.plan.types import BatchPlan, RampStage
 from toolkit.rundir.repeated_steps import cut_rows
 from toolkit.train.nonfinite import Diverged
-from toolkit.train.rollback import Rollback, decide_rollback, read_rollbacks, skipped_on_resume
-from toolkit.train.soundness import Fault, FaultKind, RollbackRequired, Soundness
+from toolkit.train.rollback import (
+    Rollback,
+    RollbackFacts,
+    decide_rollback,
+    read_decisions,
+    read_rollbacks,
+    skipped_on_resume,
+)
+from toolkit.train.soundness import FaultKind, RollbackRequired, Soundness, judge_step
 
 # 4 samples a step, 8 from step 10 on
 BATCH = BatchPlan(
@@ -99,45 +107,119 @@ def test_each_key_decides_what_follows(loss: float, norm: float) -> None:
     for on_nonfinite in ("stop", "skip", "rollback"):
         soundness = Soundness(settings(on_nonfinite, "ignore"))
         trained(soundness, [*healthy_losses(30), 50.0])
-        assert not soundness.is_sound()
+        assert not soundness.judge_save()
 
 
 def test_checkpoint_is_sound_if_no_step_since_the_one_before_is_bad() -> None:
     soundness = Soundness(settings("skip", "ignore"))
     soundness.on_start(10)
     trained(soundness, healthy_losses(30), first=11)
-    assert soundness.is_sound()
+    assert soundness.judge_save()
     soundness.on_checkpoint(folder(40))
     trained(soundness, [math.nan, 3.0], first=41)
-    assert not soundness.is_sound()
+    assert not soundness.judge_save()
     assert soundness.state_dict()["losses"][-1] == 3.0, "a loss that is not finite is not compared with"
     soundness.on_checkpoint(folder(42))
-    assert soundness.is_sound()
+    assert soundness.judge_save()
     trained(soundness, [50.0], first=43)
     soundness.on_checkpoint(folder(42))  # a save in the background that began before
-    assert not soundness.is_sound()
+    assert not soundness.judge_save()
     soundness.on_rollback(folder(40))
-    assert soundness.is_sound()
+    assert soundness.judge_save()
 
 
-def fault(step: int, kind: FaultKind = FaultKind.NONFINITE) -> Fault:
-    return Fault(
-        step=step, kind=kind, loss=math.nan, grad_norm=math.inf, weights_finite=True, cause=f"step {step}"
-    )
+def saved_soundness(
+    soundness: Soundness, losses: list[float], first: int = 1, every: int = 10
+) -> dict[int, bool]:
+    """Train and save; return whether each checkpoint is sound, by step."""
+    found = {}
+    for step, loss in enumerate(losses, first):
+        soundness.on_step(completed(step, loss))
+        if step % every == 0:
+            found[step] = soundness.judge_save()
+            soundness.on_checkpoint(folder(step))
+    return found
 
 
-def decided(
-    step: int, target: int | None = 4, earlier: tuple[Rollback, ...] = (), **named: int | SkippedSamples
-) -> Rollback:
-    return decide_rollback(
-        fault(step),
-        target=target,
-        earlier=earlier,
-        settings=RollbackConfig(window=int(named.get("window", 2)), limit=2),  # type: ignore[arg-type]
-        batch=BATCH,
-        skipped=named.get("skipped", SkippedSamples()),  # type: ignore[arg-type]
-        attempt=1,
-    )
+def shifted(losses: list[float], by: float) -> list[float]:
+    return [loss + by for loss in losses]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 7, 10, 40])
+@pytest.mark.parametrize("by", [0.7, 0.9, 3.0])  # the limit is about 0.5 higher
+def test_checkpoints_after_a_jump_that_stays_are_not_sound(every: int, by: float) -> None:
+    """Control: without the recorded limit, as in a checkpoint of an earlier version, the plateau is sound."""
+    soundness, earlier = Soundness(settings("skip", "ignore")), Soundness(settings("skip", "ignore"))
+    assert all(saved_soundness(soundness, healthy_losses(120), every=every).values())
+    plateau = shifted(healthy_losses(400), by)
+    after = saved_soundness(soundness, plateau, first=121, every=every)
+    assert after
+    assert not any(after.values())
+    earlier.load_state_dict({"losses": healthy_losses(120)[-50:]})
+    earlier.on_start(120)
+    after = saved_soundness(earlier, plateau, first=121, every=every)
+    assert any(after.values())
+
+
+def test_checkpoints_are_sound_again_once_the_loss_has_returned() -> None:
+    soundness = Soundness(settings("skip", "ignore"))
+    losses = [*healthy_losses(105), *shifted(healthy_losses(50), 3.0), *healthy_losses(45)]
+    sound = saved_soundness(soundness, losses)
+    assert [step for step, found in sound.items() if not found] == [110, 120, 130, 140, 150]
+
+
+def test_checkpoints_stay_sound_while_the_loss_falls_or_rises_by_less_than_a_spike() -> None:
+    falling = [8.0 * 0.999**step + noise - 3 for step, noise in enumerate(healthy_losses(1000))]
+    rising = [step * 0.003 + loss for step, loss in enumerate(healthy_losses(1000))]
+    for losses in (falling, rising):
+        assert all(saved_soundness(Soundness(settings("skip", "ignore")), losses, every=50).values())
+
+
+def test_resumed_run_judges_saves_as_the_unbroken_one_and_a_rollback_forgets_the_later_ones() -> None:
+    unbroken, resumed, back = (Soundness(settings("skip", "ignore")) for _ in range(3))
+    states = {}
+    for begin in range(0, 200, 10):
+        states[begin] = json.loads(json.dumps(unbroken.state_dict()))
+        saved_soundness(unbroken, [5.0 - begin / 100] * 10, first=begin + 1)
+    expected = saved_soundness(unbroken, [3.6] * 30, first=201)
+    assert not any(expected.values()), "the limit is 3.1 and 10% more"
+    assert states[100]["limit"] > states[190]["limit"]
+
+    resumed.load_state_dict(states[190])
+    resumed.on_start(190)
+    saved_soundness(resumed, [5.0 - 190 / 100] * 10, first=191)
+    assert saved_soundness(resumed, [3.6] * 30, first=201) == expected
+    assert resumed.state_dict() == unbroken.state_dict()
+
+    saved_soundness(back, [3.0] * 100)
+    back.on_rollback(folder(20))
+    assert back.state_dict()["limit"] is None, "a checkpoint of an earlier version has no limit"
+    back.load_state_dict(states[100])
+    assert saved_soundness(back, [4.2] * 10, first=101) == {110: True}
+
+
+FACTS = RollbackFacts(
+    attempt=1,
+    step=8,
+    reason=FaultKind.NONFINITE.value,
+    loss=math.nan,
+    grad_norm=math.nan,
+    losses=(),
+    checkpoint_step=4,
+    unsound=(6,),
+    earlier=(),
+    window=2,
+    limit=2,
+    batch=BATCH,
+    already_skipped=(),
+)
+
+
+def decided(step: int, target: int = 4, **changes: Any) -> Rollback:
+    decision = decide_rollback(replace(FACTS, step=step, checkpoint_step=target, **changes))
+    assert decision.rollback is not None
+    assert decision.refusal is None
+    return decision.rollback
 
 
 def test_window_ends_with_the_bad_step_and_begins_at_the_checkpoint_at_the_earliest() -> None:
@@ -146,47 +228,59 @@ def test_window_ends_with_the_bad_step_and_begins_at_the_checkpoint_at_the_earli
     assert decided(8, window=100).skipped == (16, 32)
     assert decided(12).skipped == (40, 56), "after the batch ramp"
     assert decided(11).skipped == (36, 48), "across it"
-    assert decided(8, skipped=SkippedSamples(((8, 16),))).skipped == (32, 40), "positions, not numbers"
-    assert decided(8, skipped=SkippedSamples(((28, 36),))).skipped == (24, 40), "joined with a range inside"
+    assert decided(8, already_skipped=((8, 16),)).skipped == (32, 40), "positions, not numbers"
+    assert decided(8, already_skipped=((28, 36),)).skipped == (24, 40), "joined with a range inside"
 
 
 def test_limit_counts_rollbacks_to_the_same_checkpoint() -> None:
-    one = decided(8)
-    two = (one, decided(9, earlier=(one,)))
-    assert decided(9, target=8, earlier=two).checkpoint_step == 8
-    with pytest.raises(Diverged, match="2 rollbacks to step-00000004 have not helped"):
-        decided(9, earlier=two)
-    with pytest.raises(Diverged, match="there is no sound checkpoint"):
-        decided(9, target=None)
-    ended = Diverged("x", weights_finite=True)
-    assert "train.on_nonfinite=skip" in ended.describe("C", checked=True)
-    with pytest.raises(Diverged) as spike:
-        decide_rollback(
-            fault(9, FaultKind.SPIKE),
-            target=None,
-            earlier=(),
-            settings=RollbackConfig(),
-            batch=BATCH,
-            skipped=SkippedSamples(),
-            attempt=1,
-        )
-    assert "train.on_spike=ignore" in spike.value.describe("C", checked=True)
+    assert decided(9, earlier=(4,)).checkpoint_step == 4
+    assert decided(9, target=8, earlier=(4, 4)).checkpoint_step == 8
+    for changes, why in (
+        ({"earlier": (4, 4)}, "2 rollbacks to step-00000004 have not helped"),
+        ({"checkpoint_step": None}, "there is no sound checkpoint"),
+    ):
+        decision = decide_rollback(replace(FACTS, **changes))  # type: ignore[arg-type]
+        assert decision.rollback is None
+        assert why in (decision.refusal or "")
+
+
+def test_rows_of_rollbacks_replay_the_decisions(tmp_path: Path) -> None:
+    file = tmp_path / "rollbacks.jsonl"
+    spike = replace(FACTS, reason="spike", loss=6.0, grad_norm=1.0, losses=tuple(healthy_losses(50)))
+    facts = [FACTS, spike, replace(FACTS, earlier=(4, 4)), replace(spike, checkpoint_step=None)]
+    facts.append(replace(FACTS, step=12, already_skipped=((8, 16), (24, 32))))
+    decisions = [decide_rollback(each) for each in facts]
+    assert [decision.rollback is None for decision in decisions] == [False, False, True, True, False]
+    for decision in decisions:
+        append_durable_row(file, decision.to_row())
+    with file.open("a") as torn:
+        torn.write('{"step": 3')
+    found = read_decisions(file)
+    assert found == decisions
+    assert [decide_rollback(each.facts) for each in found] == decisions
+    for change in ({"window": 3}, {"checkpoint_step": 7}, {"limit": 0}, {"already_skipped": ((0, 8),)}):
+        changed = decide_rollback(replace(found[0].facts, **change))  # type: ignore[arg-type]
+        assert (changed.rollback, changed.refusal) != (found[0].rollback, found[0].refusal), "control"
+    judged = judge_step(completed(spike.step, found[1].facts.loss), found[1].facts.losses)
+    assert judged is not None, "the losses of the row show the spike"
+    assert judge_step(completed(spike.step, 3.2), found[1].facts.losses) is None, "control"
 
 
 def test_start_skips_what_later_rollbacks_skipped_but_not_what_it_has_learned_from() -> None:
     first = SkippedSamples(((24, 32),))
-    rollbacks = [decided(8), decided(12, target=9, skipped=first)]
+    rollbacks = [decided(8), decided(12, target=9, already_skipped=first.ranges)]
     assert skipped_on_resume(SkippedSamples(), rollbacks, 16).ranges == ((24, 32), (48, 64))
     assert skipped_on_resume(SkippedSamples(), rollbacks, 36).ranges == ((48, 64),)
     assert skipped_on_resume(first, rollbacks, 36).ranges == ((24, 32), (48, 64))
     assert skipped_on_resume(first, [], 36) == first
 
 
-def test_rows_of_rollbacks_are_read_back(tmp_path: Path) -> None:
+def test_rows_of_rollbacks_are_read_back_without_the_decisions_to_end(tmp_path: Path) -> None:
     file = tmp_path / "rollbacks.jsonl"
     assert read_rollbacks(file) == []
-    append_durable_row(file, asdict(decided(8)))
-    append_durable_row(file, asdict(decided(12)))
+    append_durable_row(file, asdict(decided(8)))  # of an earlier version: without facts
+    append_durable_row(file, decide_rollback(replace(FACTS, step=12)).to_row())
+    append_durable_row(file, decide_rollback(replace(FACTS, step=13, checkpoint_step=None)).to_row())
     with file.open("a") as torn:
         torn.write('{"step": 3')
     first, second = read_rollbacks(file)
@@ -195,8 +289,9 @@ def test_rows_of_rollbacks_are_read_back(tmp_path: Path) -> None:
     assert math.isnan(first.grad_norm), "JSON has no infinity"
     assert (first.skipped, second.skipped) == ((24, 32), (40, 56))
     assert (first.step, first.checkpoint_step, first.attempt) == (8, 4, 1)
-    append_durable_row(file, asdict(decided(16)))
+    append_durable_row(file, decide_rollback(replace(FACTS, step=16)).to_row())
     assert [rollback.step for rollback in read_rollbacks(file)] == [8, 12, 16]
+    assert [decision.facts.step for decision in read_decisions(file)] == [12, 13, 16]
 
 
 def test_rows_are_cut_from_a_file_that_stays_open(tmp_path: Path) -> None:

@@ -162,12 +162,16 @@ def test_a_run_whose_pointer_another_run_has_replaced_ends_with_an_error(
 
 @pytest.mark.parametrize(("only_sound", "sent"), [(True, [2]), (False, [2, 4])])
 def test_a_run_that_may_roll_back_uploads_sound_checkpoints_only(
-    only_sound: bool, sent: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    only_sound: bool,
+    sent: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(uploads, "Uploader", lambda *arguments: SimpleNamespace(send=steps.append))
     steps: list[Path] = []
     hook = uploads.CheckpointUploads(
-        uploads.OpenedStore(Url("s3://bucket/run")),
+        uploads.OpenedStore(Url("s3://bucket/run"), state=SimpleNamespace()),  # type: ignore[arg-type]
         SimpleNamespace(),  # type: ignore[arg-type]
         lambda alert: None,
         lambda: None,
@@ -180,6 +184,7 @@ def test_a_run_that_may_roll_back_uploads_sound_checkpoints_only(
             checkpoints.save(step, [], scalars, namespace="a", rank=0, ranks=1, attempt=1).path
         )
     assert [step_of(path) for path in steps] == sent
+    assert ("step-00000004 is not uploaded" in caplog.text) == only_sound
 
 
 @pytest.mark.parametrize(("state", "warnings"), [(SimpleNamespace(), 1), (None, 0)], ids=["rank 0", "rank 1"])

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 STEP = "step"  # int: completed optimizer steps, including skipped ones
 CONSUMED = "consumed_samples"  # int
-# bool: since the checkpoint before, no loss was infinite, NaN or a spike. Absent: unknown
+# bool: since the checkpoint before, no loss was infinite, NaN or a spike, and the loss is not higher than at
+# the sound checkpoint before by more than a spike. Absent: unknown
 SOUND = "sound"
 OPTIMIZER_STEP = "optimizer_step"  # int: step count of the optimizer, for Adam's bias correction
 # Mapping of names to the optimizer's other numbers, each equal for all parameters

@@ -3,7 +3,8 @@
     config.yaml plan.json status.json          of the newest attempt
     metrics.jsonl eval.jsonl ledger.jsonl      each step once, over all attempts
     hooks.jsonl                                metrics that the user's hooks log
-    rollbacks.jsonl                            each time that the run went back to a checkpoint
+    rollbacks.jsonl                            each time that the run went back to a checkpoint, or ended
+                                               because it could not
     departures.jsonl                           each time that a check named a node with wrong values, and what
                                                the run did (monitor.on_wrong_computation=leave)
     alerts.jsonl alerts/node-N.jsonl           in order of time; those of other nodes in separate files

@@ -198,7 +198,7 @@ def build_hooks(
         save_timer,
         on_checkpoint=hooks.on_checkpoint,
         observers=observers,
-        sound=soundness.is_sound,
+        sound=soundness.judge_save,
         best=best,
     )
     hooks.add(checkpoints)

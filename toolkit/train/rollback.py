@@ -1,27 +1,27 @@
 """Roll a run back: decide to which sound checkpoint, load it in the running processes, and skip the samples
 that precede the fault from then on.
 
-``rollbacks.jsonl`` in the run's directory has a row for each. Checkpoints record the skipped samples too;
-the rows matter for a start from a checkpoint that is older than the rollback.
+``rollbacks.jsonl`` in the run's directory has a row for each decision, with the facts that it follows from.
+Checkpoints record the skipped samples too; the rows matter for a start from a checkpoint that is older than
+the rollback.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.directory import newest_sound_step, rewind_to_checkpoint
-from toolkit.checkpoint_folder import step_name
-from toolkit.config.schema import RollbackConfig
+from toolkit.checkpoint_folder import committed_checkpoints, step_name
 from toolkit.data.order.skipped import SkippedSamples
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sinks.jsonl import append_durable_row
 from toolkit.observe.context import RankContext
-from toolkit.plan.types import BatchPlan
+from toolkit.plan.types import BatchPlan, RampStage
 from toolkit.rows import float_or_nan, read_rows
 from toolkit.train import state
 from toolkit.train.nonfinite import Diverged
@@ -34,8 +34,41 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackFacts:
+    """What decides how a run continues after a fault; the first part of a row of ``rollbacks.jsonl``.
+
+    Attributes:
+        attempt: the start of the run that decides.
+        step: the bad step, counted from 1.
+        reason: a ``FaultKind``.
+        loss, grad_norm: of the bad step.
+        losses: those before a spike, with which it was compared.
+        checkpoint_step: that of the newest checkpoint that every rank finds sound; None: there is none.
+        unsound: the steps of later checkpoints, which are damaged or not sound.
+        earlier: the ``checkpoint_step`` of each rollback of this run so far.
+        window, limit: the values of ``train.rollback``.
+        batch: the batch sizes of the run.
+        already_skipped: the ranges of positions of the run's order that are skipped so far.
+    """
+
+    attempt: int
+    step: int
+    reason: str
+    loss: float
+    grad_norm: float
+    losses: tuple[float, ...]
+    checkpoint_step: int | None
+    unsound: tuple[int, ...]
+    earlier: tuple[int, ...]
+    window: int
+    limit: int
+    batch: BatchPlan
+    already_skipped: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """One rollback; a row of ``rollbacks.jsonl``.
+    """One rollback, as a row of ``rollbacks.jsonl`` describes it.
 
     Attributes:
         step: the bad step, counted from 1.
@@ -71,54 +104,51 @@ class Rollback:
         )
 
 
-def decide_rollback(
-    fault: Fault,
-    *,
-    target: int | None,
-    earlier: Sequence[Rollback],
-    settings: RollbackConfig,
-    batch: BatchPlan,
-    skipped: SkippedSamples,
-    attempt: int,
-) -> Rollback:
-    """Decide how a run continues after ``fault``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackDecision:
+    """A decision; with its facts a row of ``rollbacks.jsonl``.
 
-    The samples of the bad step and of the ``settings.window - 1`` steps before it are skipped. Those before
-    the checkpoint stay: its weights have learned from them.
-
-    Args:
-        target: the step of the newest sound checkpoint; None if there is none.
-        earlier: the rollbacks of this run so far.
-        skipped: what the run skips so far.
-
-    Raises:
-        Diverged: there is no sound checkpoint, or ``settings.limit`` rollbacks to it did not help.
+    Attributes:
+        rollback: None: the run ends.
+        refusal: why it ends, as a clause; None: it goes back.
     """
-    before = sum(rollback.checkpoint_step == target for rollback in earlier)
-    if target is None or before >= settings.limit:
-        why = (
-            "there is no sound checkpoint to go back to"
-            if target is None
-            else f"{before} rollbacks to {step_name(target)} have not helped (train.rollback.limit)"
-        )
-        raise Diverged(
-            f"{fault.cause}, and {why}",
-            weights_finite=fault.weights_finite,
-            otherwise="to continue after loss spikes, set train.on_spike=ignore"
-            if fault.kind is FaultKind.SPIKE
-            else None,
-        )
-    first_step = max(target, fault.step - settings.window)
-    first, end = batch.at(first_step).first_sample, batch.at(fault.step).first_sample
-    return Rollback(
-        step=fault.step,
-        reason=fault.kind.value,
-        loss=fault.loss,
-        grad_norm=fault.grad_norm,
+
+    facts: RollbackFacts
+    rollback: Rollback | None
+    refusal: str | None
+
+    def to_row(self) -> dict[str, Any]:
+        skipped = None if self.rollback is None else self.rollback.skipped
+        return {**asdict(self.facts), "skipped": skipped, "refusal": self.refusal}
+
+
+def decide_rollback(facts: RollbackFacts) -> RollbackDecision:
+    """Decide how a run continues after a fault: from the newest sound checkpoint, or not at all.
+
+    The samples of the bad step and of the ``facts.window - 1`` steps before it are skipped. Those before the
+    checkpoint stay: its weights have learned from them.
+    """
+    target = facts.checkpoint_step
+    if target is None:
+        refusal = "there is no sound checkpoint to go back to"
+        return RollbackDecision(facts=facts, rollback=None, refusal=refusal)
+    before = facts.earlier.count(target)
+    if before >= facts.limit:
+        refusal = f"{before} rollbacks to {step_name(target)} have not helped (train.rollback.limit)"
+        return RollbackDecision(facts=facts, rollback=None, refusal=refusal)
+    first_step = max(target, facts.step - facts.window)
+    first, end = facts.batch.at(first_step).first_sample, facts.batch.at(facts.step).first_sample
+    skipped = SkippedSamples(facts.already_skipped)
+    rollback = Rollback(
+        step=facts.step,
+        reason=facts.reason,
+        loss=facts.loss,
+        grad_norm=facts.grad_norm,
         checkpoint_step=target,
         skipped=(skipped.position(first), skipped.position(end - 1) + 1),
-        attempt=attempt,
+        attempt=facts.attempt,
     )
+    return RollbackDecision(facts=facts, rollback=rollback, refusal=None)
 
 
 def skipped_on_resume(
@@ -138,19 +168,48 @@ def skipped_on_resume(
 
 def read_rollbacks(file: Path) -> list[Rollback]:
     """Return the rollbacks of a run in order. An incomplete last row, whose rollback did not begin, is left
-    out."""
-    return [
-        Rollback(
-            step=row["step"],
-            reason=row["reason"],
-            loss=float_or_nan(row["loss"]),
-            grad_norm=float_or_nan(row["grad_norm"]),
-            checkpoint_step=row["checkpoint_step"],
-            skipped=(row["skipped"][0], row["skipped"][1]),
-            attempt=row["attempt"],
+    out, and so are decisions to end the run."""
+    return [_rollback_of(row) for row in read_rows(file) if row.get("refusal") is None]
+
+
+def read_decisions(file: Path) -> list[RollbackDecision]:
+    """Return the decisions of a run in order. Rows of earlier versions have no facts, and are left out."""
+    names = [field.name for field in fields(RollbackFacts)]
+    found = []
+    for row in read_rows(file):
+        if "refusal" not in row:
+            continue
+        values = {name: row[name] for name in names} | {
+            "loss": float_or_nan(row["loss"]),
+            "grad_norm": float_or_nan(row["grad_norm"]),
+            "losses": tuple(row["losses"]),
+            "unsound": tuple(row["unsound"]),
+            "earlier": tuple(row["earlier"]),
+            "batch": BatchPlan(
+                **row["batch"] | {"stages": tuple(RampStage(**stage) for stage in row["batch"]["stages"])}
+            ),
+            "already_skipped": tuple((first, end) for first, end in row["already_skipped"]),
+        }
+        found.append(
+            RollbackDecision(
+                facts=RollbackFacts(**values),
+                rollback=_rollback_of(row) if row["refusal"] is None else None,
+                refusal=row["refusal"],
+            )
         )
-        for row in read_rows(file)
-    ]
+    return found
+
+
+def _rollback_of(row: Mapping[str, Any]) -> Rollback:
+    return Rollback(
+        step=row["step"],
+        reason=row["reason"],
+        loss=float_or_nan(row["loss"]),
+        grad_norm=float_or_nan(row["grad_norm"]),
+        checkpoint_step=row["checkpoint_step"],
+        skipped=(row["skipped"][0], row["skipped"][1]),
+        attempt=row["attempt"],
+    )
 
 
 def roll_back(training: Training, hooks: TrainingHooks, fault: Fault) -> Iterable[Any]:
@@ -161,21 +220,45 @@ def roll_back(training: Training, hooks: TrainingHooks, fault: Fault) -> Iterabl
     meets the same fault again unless the rollback is recorded.
 
     Raises:
-        Diverged: as :func:`decide_rollback`.
+        Diverged: there is no sound checkpoint, or ``train.rollback.limit`` rollbacks to it did not help.
         CheckpointError: the checkpoint is damaged.
     """
     context, stream = training.context, training.data.stream
     plan, directory, attempt = context.plan, context.directory, context.attempt
     hooks.checkpoints.wait()
-    decided = decide_rollback(
-        fault,
-        target=agreed_sound_step(context),
-        earlier=training.rollbacks,
-        settings=plan.config.train.rollback,
-        batch=plan.batch,
-        skipped=stream.skipped,
-        attempt=attempt,
+    target = agreed_sound_step(context)
+    decision = decide_rollback(
+        RollbackFacts(
+            attempt=attempt,
+            step=fault.step,
+            reason=fault.kind.value,
+            loss=fault.loss,
+            grad_norm=fault.grad_norm,
+            losses=fault.losses,
+            checkpoint_step=target,
+            unsound=tuple(
+                step
+                for step in committed_checkpoints(directory.checkpoints)
+                if target is None or step > target
+            ),
+            earlier=tuple(rollback.checkpoint_step for rollback in training.rollbacks),
+            window=plan.config.train.rollback.window,
+            limit=plan.config.train.rollback.limit,
+            batch=plan.batch,
+            already_skipped=stream.skipped.ranges,
+        )
     )
+    decided = decision.rollback
+    if decided is None:
+        if context.rank == 0:
+            append_durable_row(directory.rollbacks_file, decision.to_row())
+        raise Diverged(
+            f"{fault.cause}, and {decision.refusal}",
+            weights_finite=fault.weights_finite,
+            otherwise="to continue after loss spikes, set train.on_spike=ignore"
+            if fault.kind is FaultKind.SPIKE
+            else None,
+        )
     step = decided.checkpoint_step
     folder = directory.checkpoints / step_name(step)
     training.monitor.recorder.discard_steps()
@@ -187,7 +270,7 @@ def roll_back(training: Training, hooks: TrainingHooks, fault: Fault) -> Iterabl
         aside = directory.set_aside_folder(attempt)
         rewind_to_checkpoint(directory.checkpoints, folder, step, aside)
         directory.cut_rows_after(step, attempt)
-        append_durable_row(directory.rollbacks_file, asdict(decided))
+        append_durable_row(directory.rollbacks_file, decision.to_row())
         alert = decided.to_alert()
         training.monitor.alert(alert)
         log.warning(f"{fault.cause}: {alert.cause}")

@@ -51,7 +51,7 @@ class Checkpoints(Hook):
     Args:
         on_checkpoint: receives the path of each complete checkpoint.
         observers: receive the timing of saves.
-        sound: returns whether the steps since the newest checkpoint are sound.
+        sound: called once for each save; returns whether the state is sound.
         best: ranks checkpoints by a metric; None: all are alike.
 
     Attributes:
@@ -134,7 +134,7 @@ class Checkpoints(Hook):
             self._store,
             step,
             shards,
-            sound=self._sound(),
+            sound=self._sound(),  # before the hooks' states
             background=background,
             best=self._best.steps(step) if self._best is not None else [],  # before the hooks' states
         )

@@ -1,8 +1,11 @@
 """Judge every step by its numbers: infinite or NaN (``train.on_nonfinite``), or a spike (``train.on_spike``).
 
 The loss and what the ranks agreed on after the step decide, and both are equal on all ranks, so all ranks
-make the same decision. Checkpoints record the losses that a spike is compared with, so a resumed run decides
-as the same run would have without the interruption.
+make the same decision. Checkpoints record what later losses are compared with, so a resumed run decides as
+the same run would have without the interruption.
+
+A loss that jumps and stays is a spike for a few steps only, because a spike is compared with the steps before
+it. Whether a checkpoint is sound is therefore also a comparison with the newest sound checkpoint.
 """
 
 from __future__ import annotations
@@ -13,13 +16,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from toolkit.checkpoint_folder import step_of
 from toolkit.config.schema import OnNonfinite, OnSpike, TrainConfig
 from toolkit.hooks import CompletedStep, Hook
-from toolkit.monitor.health.loss import LOSS, NOISE_STEPS, is_spike
+from toolkit.monitor.health.loss import LOSS, NOISE_STEPS, is_spike, spike_limit
 from toolkit.train.nonfinite import Diverged
+
+# The newest losses, whose median a saved state is judged by. Fewer than the steps whose median a spike is
+# compared with (REFERENCE_STEPS): after a jump that stays, each step counts as a spike until this median has
+# risen too.
+RECENT_STEPS = 5
 
 
 class FaultKind(StrEnum):
@@ -35,6 +44,7 @@ class Fault:
     Attributes:
         step: the number of completed steps after it.
         cause: one clause that names the step.
+        losses: those before a spike, with which it was compared.
     """
 
     step: int
@@ -43,6 +53,7 @@ class Fault:
     grad_norm: float
     weights_finite: bool
     cause: str
+    losses: tuple[float, ...] = ()
 
 
 class RollbackRequired(Exception):
@@ -75,6 +86,7 @@ def judge_step(completed: CompletedStep, losses: Sequence[float]) -> Fault | Non
         grad_norm=result.grad_norm,
         weights_finite=not completed.consensus.nonfinite_state,
         cause=cause,
+        losses=tuple(losses) if kind is FaultKind.SPIKE else (),
     )
 
 
@@ -89,12 +101,14 @@ class Soundness(Hook):
         self._settings = settings
         self._losses: deque[float] = deque(maxlen=NOISE_STEPS)
         self._bad_step = self._saved = 0  # the newest of each
+        self._limit: float | None = None  # of the newest sound save; None: too few losses were known
 
     def on_start(self, step: int) -> None:
         self._saved = step
 
     def on_rollback(self, path: Path) -> None:
         self._saved = self._bad_step = step_of(path) or 0
+        self._limit = None  # the state of the checkpoint follows, if it has one
 
     def on_checkpoint(self, path: Path) -> None:
         self._saved = max(self._saved, step_of(path) or 0)
@@ -113,13 +127,23 @@ class Soundness(Hook):
         if wanted in (OnNonfinite.rollback, OnSpike.rollback):
             raise RollbackRequired(fault)
 
-    def is_sound(self) -> bool:
-        """Return whether no step since the newest complete checkpoint is bad."""
-        return self._bad_step <= self._saved
+    def judge_save(self) -> bool:
+        """Return whether the state that is saved now is sound. If it is, later ones are compared with it.
+
+        It is sound if no step since the newest complete checkpoint is bad, and the loss is not higher than
+        after the newest sound save by more than a spike. A lower loss is always sound.
+        """
+        losses = list(self._losses)
+        high = self._limit is not None and median(losses[-RECENT_STEPS:]) > self._limit
+        sound = self._bad_step <= self._saved and not high
+        if sound:
+            self._limit = spike_limit(losses, LOSS)
+        return sound
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": list(self._losses)}
+        return {"losses": list(self._losses), "limit": self._limit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._losses.clear()
         self._losses.extend(float(loss) for loss in state["losses"])
+        self._limit = state.get("limit")  # absent in checkpoints of earlier versions

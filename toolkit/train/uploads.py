@@ -132,6 +132,8 @@ class CheckpointUploads(Hook):
     def on_checkpoint(self, path: Path) -> None:
         if not self._only_sound or is_sound(path):
             self.uploader.send(path)
+        elif self._store.state is not None:  # once over all ranks
+            log.warning(f"{path.name} is not uploaded to {self._store.url}, because it is not sound")
 
     def on_step(self, completed: CompletedStep) -> None:
         """Report uploads that failed. Raises ConfigError if another attempt writes to the store: then two of

@@ -34,6 +34,7 @@ from toolkit.checkpoint.remote.pointer import (
     POINTER,
     Pointer,
     StoredCheckpoint,
+    agreed_step,
     best_steps,
     hash_manifest,
     parse_pointer,
@@ -41,6 +42,7 @@ from toolkit.checkpoint.remote.pointer import (
     writer_error,
 )
 from toolkit.checkpoint.remote.upload_folder import UploadFolder, WantedUpload
+from toolkit.checkpoint.scalars import SOUND
 from toolkit.checkpoint_folder import step_of
 from toolkit.errors import UserError
 from toolkit.progress import duration, quantity, report_progress
@@ -116,6 +118,8 @@ class Uploader:
         self._lock = threading.Lock()  # of _newest, and whether it is pending
         self._in_use: int | None = None
         self._number = 0
+        # By folder of the store, which is named after the manifest's hash: it never changes.
+        self._soundness: dict[str, bool] = {}
         self._closing, self._give_up = threading.Event(), threading.Event()
         self._wake = threading.Event()
         self._failing_since: float | None = None  # of rank 0
@@ -285,11 +289,14 @@ class Uploader:
 
     def _apply_retention(self, stored: StoredCheckpoint, written: Manifest) -> None:
         names = [entry.name for entry in self._objects.listing()]
+        self._soundness[stored.folder] = written.scalars.get(SOUND) is True
         for folder in removable_folders(
             names,
             stored,
             keep_last=self._settings.keep_last,
             keep_every=self._settings.keep_every,
+            is_sound=self._is_sound,
+            agreed=agreed_step(written.scalars),
             best=best_steps(written.scalars),
         ):
             # The manifest first: what is left is not mistaken for a checkpoint.
@@ -301,6 +308,17 @@ class Uploader:
                 self._settings.on_phase(UploadPhase.RETENTION)
                 self._objects.delete(name)
         self._folder.keep_only(stored)
+
+    def _is_sound(self, folder: str) -> bool:
+        if folder not in self._soundness:
+            name = f"{folder}/{manifest.NAME}"
+            found = self._objects.read(name)
+            try:
+                scalars = manifest.parse(found[0], self._objects.url / name).scalars if found else {}
+            except DamagedFile:
+                scalars = {}
+            self._soundness[folder] = scalars.get(SOUND) is True
+        return self._soundness[folder]
 
     def _report_failure(self, failure: str) -> None:
         now = time.monotonic()

@@ -123,12 +123,18 @@ def reference_and_noise(before: Sequence[float], criteria: JumpCriteria) -> tupl
     return middle, max(noise_level(before[-NOISE_STEPS:]), criteria.least(middle))
 
 
+def spike_limit(before: Sequence[float], criteria: JumpCriteria) -> float | None:
+    """Return the value above which the next one is a spike; None if ``before`` has too few to judge."""
+    if len(before) < MIN_STEPS:
+        return None
+    middle, noise = reference_and_noise(before, criteria)
+    return middle + criteria.spike * noise
+
+
 def is_spike(value: float, before: Sequence[float], criteria: JumpCriteria) -> bool:
     """Return whether ``value`` is a spike after the values ``before``; false if they are too few to judge."""
-    if len(before) < MIN_STEPS:
-        return False
-    middle, noise = reference_and_noise(before, criteria)
-    return value > middle + criteria.spike * noise
+    limit = spike_limit(before, criteria)
+    return limit is not None and value > limit
 
 
 class JumpDetector(Detector):
