@@ -33,7 +33,7 @@ from toolkit.train.rollback import (
     read_rollbacks,
     skipped_on_resume,
 )
-from toolkit.train.soundness import FaultKind, RollbackRequired, Soundness, judge_step
+from toolkit.train.soundness import SETTLED_SAVES, FaultKind, RollbackRequired, Soundness, judge_step
 
 # 4 samples a step, 8 from step 10 on
 BATCH = BatchPlan(
@@ -112,7 +112,6 @@ def test_each_key_decides_what_follows(loss: float, norm: float) -> None:
 
 def test_checkpoint_is_sound_if_no_step_since_the_one_before_is_bad() -> None:
     soundness = Soundness(settings("skip", "ignore"))
-    soundness.on_start(10)
     trained(soundness, healthy_losses(30), first=11)
     assert soundness.judge_save()
     soundness.on_checkpoint(folder(40))
@@ -152,13 +151,34 @@ def test_checkpoints_after_a_jump_that_stays_are_not_sound(every: int, by: float
     soundness, earlier = Soundness(settings("skip", "ignore")), Soundness(settings("skip", "ignore"))
     assert all(saved_soundness(soundness, healthy_losses(120), every=every).values())
     plateau = shifted(healthy_losses(400), by)
-    after = saved_soundness(soundness, plateau, first=121, every=every)
+    after = list(saved_soundness(soundness, plateau, first=121, every=every).values())
     assert after
-    assert not any(after.values())
+    assert not any(after[:SETTLED_SAVES])
     earlier.load_state_dict({"losses": healthy_losses(120)[-50:]})
-    earlier.on_start(120)
-    after = saved_soundness(earlier, plateau, first=121, every=every)
-    assert any(after.values())
+    after = list(saved_soundness(earlier, plateau, first=121, every=every).values())
+    assert any(after[: SETTLED_SAVES + 1])
+
+
+def test_loss_that_stays_high_for_ten_saves_is_the_new_level() -> None:
+    soundness = Soundness(settings("skip", "ignore"))
+    losses = [*healthy_losses(100), *shifted(healthy_losses(150), 3.0)]
+    sound = saved_soundness(soundness, losses)
+    assert [step for step, found in sound.items() if not found] == list(range(110, 210, 10))
+
+
+def test_run_that_continues_from_memory_remembers_bad_steps_since_its_checkpoint() -> None:
+    """Control: the checkpoint was judged, so a run that continues from it begins without a bad step."""
+    soundness = Soundness(settings("skip", "ignore"))
+    saved_soundness(soundness, healthy_losses(40))
+    trained(soundness, [50.0, 3.0], first=41)
+    snapshot = soundness.state_dict()
+    assert not soundness.judge_save()
+    checkpoint = soundness.state_dict()
+    for state, is_sound in ((snapshot, False), (checkpoint, True)):
+        resumed = Soundness(settings("skip", "ignore"))
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        trained(resumed, healthy_losses(8), first=43)
+        assert resumed.judge_save() is is_sound
 
 
 def test_checkpoints_are_sound_again_once_the_loss_has_returned() -> None:

@@ -29,6 +29,9 @@ from toolkit.train.nonfinite import Diverged
 # compared with (REFERENCE_STEPS): after a jump that stays, each step counts as a spike until this median has
 # risen too.
 RECENT_STEPS = 5
+# Saves after which a higher loss counts as the run's new level, as after a change of the data. Until then a
+# rollback would go back to before the rise, and uploads wait.
+SETTLED_SAVES = 10
 
 
 class FaultKind(StrEnum):
@@ -100,20 +103,21 @@ class Soundness(Hook):
     def __init__(self, settings: TrainConfig) -> None:
         self._settings = settings
         self._losses: deque[float] = deque(maxlen=NOISE_STEPS)
-        self._bad_step = self._saved = 0  # the newest of each
+        # the newest bad step, complete checkpoint, and state that was judged before it was saved
+        self._bad_step = self._saved = self._judged = 0
+        self._step = 0
         self._limit: float | None = None  # of the newest sound save; None: too few losses were known
-
-    def on_start(self, step: int) -> None:
-        self._saved = step
+        self._high_saves = 0  # in a row above the limit
 
     def on_rollback(self, path: Path) -> None:
-        self._saved = self._bad_step = step_of(path) or 0
-        self._limit = None  # the state of the checkpoint follows, if it has one
+        self._step = self._saved = self._bad_step = self._judged = step_of(path) or 0
+        self._limit, self._high_saves = None, 0  # the state of the checkpoint follows, if it has one
 
     def on_checkpoint(self, path: Path) -> None:
         self._saved = max(self._saved, step_of(path) or 0)
 
     def on_step(self, completed: CompletedStep) -> None:
+        self._step = completed.step
         fault = judge_step(completed, list(self._losses))
         if math.isfinite(completed.result.loss):
             self._losses.append(completed.result.loss)
@@ -131,19 +135,33 @@ class Soundness(Hook):
         """Return whether the state that is saved now is sound. If it is, later ones are compared with it.
 
         It is sound if no step since the newest complete checkpoint is bad, and the loss is not higher than
-        after the newest sound save by more than a spike. A lower loss is always sound.
+        after the newest sound save by more than a spike, or has been for ``SETTLED_SAVES``. A lower loss is
+        always sound.
         """
+        self._judged = self._step
         losses = list(self._losses)
         high = self._limit is not None and median(losses[-RECENT_STEPS:]) > self._limit
-        sound = self._bad_step <= self._saved and not high
+        self._high_saves = self._high_saves + 1 if high else 0
+        sound = self._bad_step <= self._saved and (not high or self._high_saves > SETTLED_SAVES)
         if sound:
             self._limit = spike_limit(losses, LOSS)
         return sound
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": list(self._losses), "limit": self._limit}
+        return {
+            "losses": list(self._losses),
+            "limit": self._limit,
+            "high_saves": self._high_saves,
+            "bad_step": self._bad_step,
+            "judged": self._judged,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._losses.clear()
         self._losses.extend(float(loss) for loss in state["losses"])
-        self._limit = state.get("limit")  # absent in checkpoints of earlier versions
+        # The others are absent in checkpoints of earlier versions.
+        self._limit, self._high_saves = state.get("limit"), state.get("high_saves", 0)
+        # A checkpoint was judged itself. A snapshot in memory was not, so bad steps between the checkpoint
+        # before it and the snapshot still count.
+        self._bad_step, self._saved = state.get("bad_step", 0), state.get("judged", 0)
+        self._judged = self._saved
