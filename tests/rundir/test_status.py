@@ -108,6 +108,8 @@ def test_unreadable_status_counts_as_no_step(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=7))
     assert directory.has_stepped(1), "control"
+    directory.status_file.write_text("{")
+    assert not directory.has_stepped(1)
     directory.status_file.unlink()
     directory.status_file.mkdir()  # reading it raises an OSError
     assert not directory.has_stepped(1)

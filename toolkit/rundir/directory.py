@@ -21,7 +21,7 @@ from toolkit.checkpoint_folder import (
     step_of,
 )
 from toolkit.config.schema import RunConfig
-from toolkit.errors import ConfigError, ExitCode, Problem, file_errors
+from toolkit.errors import ConfigError, ExitCode, InputError, Problem, file_errors
 from toolkit.files import remove_unfinished, write_whole
 from toolkit.goodput import (
     SAVES,
@@ -217,7 +217,7 @@ class RunDirectory:
         """
         try:
             status = self.status()
-        except OSError:
+        except (OSError, InputError):
             return False
         return status is not None and status.attempt == attempt and status.step is not None
 
