@@ -44,8 +44,9 @@ class Ranks:
         stop_overdue: bool = False,
         end_overdue: bool = False,
         stuck: str | None = None,
+        rank_0_code: int = -9,
     ) -> None:
-        self._code, self._failure = code, failure
+        self._code, self._failure, self.rank_0_code = code, failure, rank_0_code
         self.killed, self.stop_overdue, self.end_overdue, self.stuck = (
             killed,
             stop_overdue,
@@ -142,6 +143,27 @@ def test_run_that_rank_0_has_recorded_is_done(run: Run, monkeypatch: pytest.Monk
     run.directory.finish(RunState.DONE, 0, "a hook ended it", attempt=1)
     assert run.attempt().code is ExitCode.DONE
     assert run.recorded() == (RunState.DONE, "a hook ended it")
+
+
+@pytest.mark.parametrize(
+    ("rank_0_code", "code"),
+    [(2, ExitCode.FAILURE), (-9, ExitCode.USER)],
+    ids=["rank 0", "control: another rank, and rank 0 was killed"],
+)
+def test_exit_code_of_a_mistake_counts_only_with_a_mistake(
+    rank_0_code: int, code: ExitCode, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python ends with code 2 as well if the file server with the script does not answer at a restart."""
+    use(monkeypatch, Ranks(ExitCode.USER, rank_0_code=rank_0_code))
+    assert run.attempt().code is code
+    assert run.recorded()[0] is RunState.FAILED
+
+
+def test_mistake_that_rank_0_has_recorded_is_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Ranks(ExitCode.USER, rank_0_code=2))
+    run.directory.finish(RunState.REFUSED, 2, "no data", attempt=1)
+    assert run.attempt().code is ExitCode.USER
+    assert run.recorded() == (RunState.REFUSED, "no data")
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,9 @@ def _record_end(
             f"{stop() or 'a rank was asked to stop'} before training began",
             overwrite=status.state is not RunState.STOPPED,
         )
+    elif exit_handler.code is ExitCode.USER and ranks.rank_0_code == ExitCode.USER and _is_live(status):
+        exit_handler.code = ExitCode.FAILURE  # Python ends with the same code if it cannot open the script
+        exit_handler.record("rank 0 ended with exit code 2, but recorded no mistake: see the output above")
     elif exit_handler.code is ExitCode.USER:
         recorded = status is not None and status.exit_code == ExitCode.USER
         exit_handler.record("one rank found a mistake: see the output above", overwrite=not recorded)
@@ -385,6 +388,9 @@ def _record_end(
 
 def _is_complete(status: Status | None, ranks: RankProcesses, steps: int) -> bool:
     """Return whether a run is complete whose ranks have all ended with exit code 0, or were late to end."""
-    if status is None:
-        return False
-    return not status.state.live or (ranks.end_overdue and status.step == steps)
+    return not _is_live(status) or (ranks.end_overdue and status is not None and status.step == steps)
+
+
+def _is_live(status: Status | None) -> bool:
+    """Return whether no end is recorded."""
+    return status is None or status.state.live

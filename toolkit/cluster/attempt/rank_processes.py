@@ -252,6 +252,11 @@ class RankProcesses:
         )
 
     @property
+    def rank_0_code(self) -> int | None:
+        """The exit code of rank 0; None while it runs."""
+        return self._processes[0].returncode
+
+    @property
     def killed(self) -> bool:
         """Whether a signal caused the first failure."""
         return self._first is not None and self._first[1] < 0
