@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -46,3 +48,14 @@ def test_configuring_twice_prints_each_message_once(capsys: pytest.CaptureFixtur
     configure_logging(0)
     log.info("once")
     assert capsys.readouterr().out == "once\n"
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_message_that_cannot_be_written_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_logging(0)
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    log.info("the terminal has gone")

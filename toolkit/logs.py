@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 
 ROOT = "toolkit"
 
@@ -27,7 +28,8 @@ class _CurrentStream(logging.Handler):
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=getattr(sys, self._stream), flush=True)
+        with suppress(OSError):  # the reader has gone, or the disk is full: no reason to end the run
+            print(self.format(record), file=getattr(sys, self._stream), flush=True)
 
 
 class _Level(logging.Formatter):

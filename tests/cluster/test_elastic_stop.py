@@ -170,3 +170,30 @@ def test_rank_0_keeps_a_published_decision_that_is_not_confirmed(monkeypatch: py
     assert decision is not None
     assert asdict(decision) == rendezvous.published["after-stop"]
     assert [decision.on_node(node) for node in (0, 1)] == [LEAVE, RESTART]
+
+
+class LostRendezvous:
+    """The rendezvous of the second of two nodes, whose store goes when it has received the decision."""
+
+    def publish(self, name: str, message: dict[str, Any]) -> None:
+        pass
+
+    def receive(self, *names: str, seconds: float) -> list[dict[str, Any]]:
+        return [{"continues": True, "leaving": [1], "reason": "node 1 left the run"}]
+
+    def confirm(self, name: str) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_node_keeps_a_decision_that_it_cannot_confirm() -> None:
+    """Otherwise the agent of a leaving node would restart its ranks."""
+    launch = SimpleNamespace(rank=1, local_rank=0, node=1, nodes=2, launcher_pid=os.getppid())
+    decision = agree_after_stop(
+        cast("Any", launch), cast("Any", LostRendezvous()), StopRequest(), evictions=False
+    )
+    assert decision is not None
+    assert decision.on_node(1) is LEAVE
+
+
+def test_waiting_nodes_are_unknown_if_the_agent_has_ended() -> None:
+    assert AgentRendezvous(2**22 + 1).count_waiting_nodes() is None

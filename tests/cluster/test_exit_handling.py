@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import subprocess
@@ -196,3 +198,117 @@ def test_other_rank_records_nothing_while_rank_0_lives(tmp_path: Path) -> None:
     fail(2, RunDirectory(tmp_path))
     assert directory.status() == Status(state=RunState.RUNNING, attempt=1, step=7)
     directory.release()
+
+
+# ---- ends that must be recorded
+
+
+def running(directory: RunDirectory) -> ExitHandler:
+    exit_handler = ExitHandler(lambda: None)
+    exit_handler.directory, exit_handler.attempt = directory, 1
+    return exit_handler
+
+
+def test_sys_exit_during_a_run_is_a_failure_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With any code: a launcher would take 0 for the end of a completed run."""
+    directory = live(tmp_path)
+    exit_handler = running(directory)
+    with exit_handler:
+        sys.exit(0)
+    end = directory.status()
+    assert end is not None
+    assert (end.state, exit_handler.code) == (RunState.FAILED, ExitCode.FAILURE)
+    assert end.reason == "SystemExit: sys.exit(0) was called during the run"
+    assert "sys.exit(0)" in capsys.readouterr().err, "the traceback shows where"
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), CheckpointError(Problem("key", "x", "y", "z"))])
+def test_failure_is_recorded_although_the_terminal_has_closed(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = live(tmp_path)
+    monkeypatch.setattr(sys, "stderr", ClosedPipe())
+    with running(directory):
+        raise error
+    end = directory.status()
+    assert end is not None
+    assert end.state is RunState.FAILED
+
+
+def test_failure_is_printed_and_recorded_although_its_log_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = live(tmp_path)
+    directory.log_file(1).parent.mkdir(parents=True)
+    directory.log_file(1).symlink_to("/dev/full")
+    with running(directory):
+        raise RuntimeError("broken")
+    end = directory.status()
+    assert end is not None
+    assert end.reason == "RuntimeError: broken"
+    assert "RuntimeError: broken" in capsys.readouterr().err
+
+
+def test_abort_is_recorded_although_the_terminal_has_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = live(tmp_path)
+    exit_handler = running(directory)
+
+    def fail(descriptor: int, text: bytes) -> int:
+        raise OSError(errno.EIO, "the terminal has closed")
+
+    with monkeypatch.context() as closed:
+        closed.setattr(os, "write", fail)
+        exit_handler.abort("SIGHUP, and saving took too long", ExitCode.FAILURE)
+    end = directory.status()
+    assert end is not None
+    assert end.reason == "SIGHUP, and saving took too long"
+
+
+# ---- what follows a failure
+
+
+@pytest.mark.parametrize(
+    ("launch", "requeued", "text"),
+    [
+        (Launch(launcher=Launcher.SUPERVISOR), False, ""),
+        (Launch(), False, "run the same command to resume\n"),
+        (
+            Launch(launcher=Launcher.TORCHELASTIC, restart=1, restarts_left=2),
+            False,
+            "torchrun restarts the ranks, up to 2 more times\n",
+        ),
+        (
+            Launch(launcher=Launcher.TORCHELASTIC, restart=3),
+            False,
+            "torchrun does not restart the ranks again (--max-restarts=3); run the same command to resume\n",
+        ),
+        (
+            Launch(launcher=Launcher.TORCHELASTIC, restart=3),
+            True,
+            "torchrun does not restart the ranks again (--max-restarts=3)\n",
+        ),
+        (
+            Launch(launcher=Launcher.TORCHELASTIC),
+            False,
+            "torchrun does not restart the ranks (--max-restarts=N would); run the same command to resume\n",
+        ),
+        (Launch(), True, ""),
+    ],
+)
+def test_rank_0_prints_what_follows_a_failure(
+    launch: Launch, requeued: bool, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_handler = running(live(tmp_path))
+    exit_handler.launch, exit_handler.requeued = launch, requeued
+    with exit_handler:
+        exit_handler.code = ExitCode.FAILURE
+    assert capsys.readouterr().err == text

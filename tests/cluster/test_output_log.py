@@ -86,3 +86,25 @@ def test_stdout_and_stderr_are_appended_to_the_log(
     print("err", file=sys.stderr)
     assert file.read_text() == "before\nout\nerr\n"
     assert capsys.readouterr() == ("out\n", "err\n")
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_output_goes_to_the_log_although_its_reader_has_gone() -> None:
+    log = io.StringIO()
+    print("a line", file=Tee(ClosedPipe(), log), flush=True)
+    assert log.getvalue() == "a line\n"
+
+
+def test_output_is_shown_although_the_disk_of_the_log_is_full() -> None:
+    stream = io.StringIO()
+    tee = Tee(stream, Path("/dev/full").open("w", buffering=1))  # noqa: SIM115  the Tee closes it
+    print("a line", file=tee, flush=True)
+    tee.close_log()
+    assert stream.getvalue() == "a line\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -14,7 +16,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -312,3 +314,64 @@ def test_two_threads_may_kill_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     with ThreadPoolExecutor() as threads:
         for done in [threads.submit(ranks.kill) for _ in range(2)]:
             done.result(60)
+
+
+class Blocked:
+    """A process that waits for a device, so that no signal ends it."""
+
+    pid, returncode = 2**22 + 1, None
+
+    def poll(self) -> None:
+        pass
+
+    def send_signal(self, number: int) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "it would wait for ever"
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+
+def test_rank_that_does_not_end_after_sigkill_is_named(tmp_path: Path) -> None:
+    ranks = RankProcesses(
+        script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"),
+        TWO,
+        take_standby=lambda rank, environ: cast("Any", Blocked()) if rank == 1 else None,
+    )
+    assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
+    assert ranks.first_failure() == ranks.stuck
+    assert ranks.stuck == (
+        f"rank 1 (PID {Blocked.pid}) does not end after SIGKILL: its device or file system does not respond; "
+        "restart the machine"
+    )
+
+
+def test_rank_that_hangs_after_another_is_done_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rank_processes, "KILL_SECONDS", 0.2)
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    ranks = RankProcesses(script(tmp_path, "if rank == '1': time.sleep(600)"), TWO)
+    assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.DONE
+    assert ranks.end_overdue
+    assert ranks.first_failure() is None
+    assert "rank 1 did not end within 0.4 s of another rank" in caplog.text
+
+
+def test_death_by_a_real_time_signal_is_described(tmp_path: Path) -> None:
+    ranks = RankProcesses(script(tmp_path, "os.kill(os.getpid(), 35)"), TWO)
+    assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
+    assert "was killed by signal 35 (Real-time signal 1)" in str(ranks.first_failure())
+
+
+def test_death_is_not_attributed_to_an_old_oom_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = itertools.chain([0], itertools.repeat(1))  # a kill of another program, soon after the start
+    monkeypatch.setattr(rank_processes, "count_oom_kills", lambda: {"/proc/vmstat": next(counts)})
+    monkeypatch.setattr(rank_processes, "OOM_COUNT_SECONDS", 0.0)
+    text = "if rank == '1': time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    ranks = RankProcesses(script(tmp_path, text), TWO)
+    assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
+    assert ranks.first_failure() == "rank 1 was killed by signal 9 (SIGKILL)"

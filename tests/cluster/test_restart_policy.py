@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.attempt.rank_processes import count_oom_kills, describe_oom_kills
+from toolkit.cluster.attempt.oom_kills import count_oom_kills, describe_oom_kills
 from toolkit.cluster.standbys.standby_pool import count_standbys
 from toolkit.cluster.supervisor import (
     MAX_DELAY_SECONDS,

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -162,3 +162,28 @@ def test_failing_import_ends_the_standby(tmp_path: Path, capfd: pytest.CaptureFi
         assert rig.pool._standbys[0].process.wait(SECONDS) == 1
         assert rig.pool.discard_unready() == 0
     assert "ImportError: no such engine" in capfd.readouterr().err
+
+
+class Blocked:
+    """A process that waits for a file system, so that no signal ends it."""
+
+    pid = 2**22 + 1
+
+    def poll(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "it would wait for ever"
+        raise subprocess.TimeoutExpired("standby", timeout)
+
+
+def test_standbys_that_do_not_end_are_left_behind(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        for standby in rig.pool._standbys.values():
+            standby.process.kill()
+            standby.process.wait()
+            standby.process = cast("Any", Blocked())
+        assert rig.pool.discard_unready() == 0

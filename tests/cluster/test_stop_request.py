@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -201,3 +203,93 @@ def test_shell_above_launcher_is_not_watched() -> None:
     parent, *watched = chain("bash", "torchrun")
     assert watched == [parent]
     assert find_launchers(Launch(launcher=Launcher.NONE)) == []
+
+
+def test_process_of_which_nothing_can_be_read_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ProcessHandle.read(os.getpid())
+    assert own is not None
+
+    def fail(*_: object, **__: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert own.is_alive()
+
+
+def run_script(code: str) -> tuple[int, str]:
+    """Run code that uses stop requests in a process of its own; return its exit code and output."""
+    head = """
+import os, resource, signal, sys, time
+from toolkit.cluster.stop import stop_request
+from toolkit.cluster.stop.stop_request import ProcessHandle, ProgramStopRequest, StopRequest
+stop_request.POLL_SECONDS, stop_request.RECORD_SECONDS = 0.1, 0.3
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout.strip()
+
+
+def test_signals_are_noticed_with_many_open_files() -> None:
+    """The pipe has a large descriptor, and no file of /proc can be opened any more."""
+    code = """
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+opened = [os.dup(0) for _ in range(1100)]
+stop = StopRequest()
+stop.arm(None)
+stop.install([ProcessHandle.read(os.getppid())])
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+time.sleep(0.4)
+os.kill(os.getpid(), signal.SIGTERM)
+deadline = time.monotonic() + 10
+while stop() is None and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(stop())
+"""
+    assert run_script(code) == (0, "SIGTERM")
+
+
+def test_signal_without_a_name_is_ignored() -> None:
+    code = """
+stop = StopRequest()
+stop.arm(None)
+stop.install()
+signal.signal(35, lambda *_: None)
+os.kill(os.getpid(), 35)
+time.sleep(0.4)
+os.kill(os.getpid(), signal.SIGTERM)
+deadline = time.monotonic() + 10
+while stop() is None and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(stop())
+"""
+    assert run_script(code) == (0, "SIGTERM")
+
+
+def test_process_ends_although_its_end_cannot_be_recorded() -> None:
+    code = """
+stop = StopRequest()
+stop.abort = lambda reason, code: time.sleep(60)
+stop.install()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(10)
+"""
+    assert run_script(code) == (75, "")
+
+
+def test_program_is_interrupted_although_the_end_of_its_run_cannot_be_recorded() -> None:
+    code = """
+def fail(reason, code):
+    raise OSError("the disk is full")
+
+stop = ProgramStopRequest([])
+stop.abort = fail
+stop.arm(0.1)
+stop.request("a notice")
+try:
+    time.sleep(10)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    assert run_script(code) == (0, "interrupted")

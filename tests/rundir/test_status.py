@@ -101,3 +101,15 @@ def test_newest_checkpoint_is_that_of_the_last_step_whatever_else_is_in_the_fold
         make_checkpoint(directory, name)
     assert directory.saved_step() == 100_000_000
     assert directory.newest_checkpoint() == directory.checkpoints / "step-100000000"
+
+
+def test_unreadable_status_counts_as_no_step(tmp_path: Path) -> None:
+    """The supervisor asks while healthy ranks train on a file system that fails for a moment."""
+    directory = RunDirectory(tmp_path)
+    directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=7))
+    assert directory.has_stepped(1), "control"
+    directory.status_file.write_text("{")
+    assert not directory.has_stepped(1)
+    directory.status_file.unlink()
+    directory.status_file.mkdir()  # reading it raises an OSError
+    assert not directory.has_stepped(1)

@@ -142,6 +142,7 @@ def _exchange_spec(
         plan = spec.plan()
         directory = RunDirectory(plan.run_dir)
     exit_handler.directory, exit_handler.attempt = directory, spec.attempt
+    exit_handler.requeued = plan.config.cluster.where is not ClusterBackend.local
     if launch.rank == 0:
         tee_output(directory.log_file(spec.attempt))
     if composes:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from toolkit.cluster.attempt.attempt_spec import AttemptSpec, start_next_attempt
 from toolkit.cluster.attempt.exit_handling import ExitHandler
 from toolkit.cluster.attempt.output_log import tee_output
-from toolkit.cluster.attempt.rank_processes import POLL_SECONDS, RankProcesses
+from toolkit.cluster.attempt.rank_processes import ABORT_REAP_SECONDS, POLL_SECONDS, RankProcesses
 from toolkit.cluster.standbys.rank_assignment import RankAssignment
 from toolkit.cluster.standbys.standby_pool import StandbyPool, count_standbys
 from toolkit.cluster.stop.stop_request import StopRequest
@@ -29,7 +29,7 @@ from toolkit.plan.types import RunPlan, World
 from toolkit.restart_phases import RestartPhase, RestartPhases
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.snapshot_folder import SnapshotFolder, remove_abandoned_folders, snapshot_root
-from toolkit.rundir.status import RunState
+from toolkit.rundir.status import RunState, Status
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +102,15 @@ class AttemptEnd:
         code: the exit code.
         by_itself: the ranks failed by an error of their own, not a signal or a hang.
         stop_overdue: ranks that should stop were killed, because they did not end in time.
+        stuck: describes the ranks that do not end after SIGKILL, and whose place no others can take.
         phases: of the restart that may follow, so far; None if no rank failed.
     """
 
     code: ExitCode
     by_itself: bool
-    stop_overdue: bool
-    phases: RestartPhases | None
+    stop_overdue: bool = False
+    stuck: str | None = None
+    phases: RestartPhases | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,9 @@ class _Supervisor:
         while True:
             before = self._newest_state()
             end = self._run_attempt(spec)
+            if end.stuck is not None:
+                log.error("not restarted: %s", end.stuck)
+                return end.code
             newest = self._newest_state()
             attempts = directory.attempt_times()[-starts:]
             decision = decide_restart(
@@ -186,19 +191,25 @@ class _Supervisor:
         spec.write(handover)
         # The ranks inherit the lock, so the directory stays locked if this process is killed while they save.
         lock = directory.lock_descriptor
-        ranks = RankProcesses(
-            [*self.command, f"{HANDOVER}{handover}"],
-            spec.world,
-            keep=[lock],
-            take_standby=lambda rank, environ: standbys.take(
-                rank, RankAssignment(environ=environ, arguments=[f"{HANDOVER}{handover}"]), [lock]
-            ),
-        )
+        try:
+            ranks = RankProcesses(
+                [*self.command, f"{HANDOVER}{handover}"],
+                spec.world,
+                keep=[lock],
+                take_standby=lambda rank, environ: standbys.take(
+                    rank, RankAssignment(environ=environ, arguments=[f"{HANDOVER}{handover}"]), [lock]
+                ),
+            )
+        except OSError as error:  # no memory, too many processes or no port, perhaps only for now
+            self.exit_handler.code, reason = ExitCode.FAILURE, f"the ranks cannot be started: {error}"
+            log.error(reason)
+            self.exit_handler.record(reason)
+            return AttemptEnd(ExitCode.FAILURE, by_itself=True)
 
         def abort(reason: str, code: ExitCode) -> None:
-            ranks.kill()
-            self.clean_up()
+            ranks.kill(ABORT_REAP_SECONDS)  # before the record, which rank 0 could overwrite
             self.exit_handler.abort(reason, code)
+            self.clean_up()
 
         def has_started() -> bool:
             return directory.has_stepped(spec.attempt)
@@ -222,10 +233,11 @@ class _Supervisor:
         if times is not None:
             detected = RestartPhases(times.alive).ended(RestartPhase.DETECT, times.noticed)
             phases = detected.ended(RestartPhase.STOP)
-        _record_end(directory, spec.attempt, self.stop, self.exit_handler, ranks)
+        steps = self.plan.config.train.steps
+        _record_end(directory, spec.attempt, self.stop, self.exit_handler, ranks, steps=steps)
         hang_reported = directory.hang_file(spec.attempt).exists()
         by_itself = not hang_reported and not ranks.killed
-        return AttemptEnd(code, by_itself, ranks.stop_overdue, phases)
+        return AttemptEnd(self.exit_handler.code, by_itself, ranks.stop_overdue, ranks.stuck, phases)
 
     def clean_up(self) -> None:
         """End the standbys and remove the snapshots."""
@@ -330,12 +342,22 @@ def _wait_unless_stopped(stop: StopRequest, seconds: float) -> bool:
 
 
 def _record_end(
-    directory: RunDirectory, attempt: int, stop: StopRequest, exit_handler: ExitHandler, ranks: RankProcesses
+    directory: RunDirectory,
+    attempt: int,
+    stop: StopRequest,
+    exit_handler: ExitHandler,
+    ranks: RankProcesses,
+    *,
+    steps: int,
 ) -> None:
     """Record the end of an attempt.
 
     After a failure rank 0 may only have seen a lost connection, so this process overwrites the reason. The
     ranks know more about a hang and a stop, and rank 0 about a mistake, unless only another rank found it.
+    A run is not done if rank 0 has not recorded that, unless only its end was overdue.
+
+    Args:
+        steps: after which the run is complete.
     """
     hang_reported = directory.hang_file(attempt).exists()
     status = directory.status()
@@ -344,10 +366,31 @@ def _record_end(
             f"{stop() or 'a rank was asked to stop'} before training began",
             overwrite=status.state is not RunState.STOPPED,
         )
+    elif exit_handler.code is ExitCode.USER and ranks.rank_0_code == ExitCode.USER and _is_live(status):
+        exit_handler.code = ExitCode.FAILURE  # Python ends with the same code if it cannot open the script
+        exit_handler.record("rank 0 ended with exit code 2, but recorded no mistake: see the output above")
     elif exit_handler.code is ExitCode.USER:
         recorded = status is not None and status.exit_code == ExitCode.USER
         exit_handler.record("one rank found a mistake: see the output above", overwrite=not recorded)
+    elif exit_handler.code is ExitCode.DONE and not _is_complete(status, ranks, steps):
+        exit_handler.code = ExitCode.FAILURE
+        reason = (
+            "a rank ended with exit code 0 before the run was complete: code that it calls ended the process"
+        )
+        log.error(reason)
+        exit_handler.record(reason)
     else:
         failure = ranks.first_failure()
-        known = hang_reported or ranks.stop_overdue
+        asked_to_end = ranks.stop_overdue or (stop() is not None and not ranks.killed)
+        known = (hang_reported or asked_to_end) and ranks.stuck is None
         exit_handler.record(failure or stop(), overwrite=failure is not None and not known)
+
+
+def _is_complete(status: Status | None, ranks: RankProcesses, steps: int) -> bool:
+    """Return whether a run is complete whose ranks have all ended with exit code 0, or were late to end."""
+    return not _is_live(status) or (ranks.end_overdue and status is not None and status.step == steps)
+
+
+def _is_live(status: Status | None) -> bool:
+    """Return whether no end is recorded."""
+    return status is None or status.state.live

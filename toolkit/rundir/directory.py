@@ -21,7 +21,7 @@ from toolkit.checkpoint_folder import (
     step_of,
 )
 from toolkit.config.schema import RunConfig
-from toolkit.errors import ConfigError, ExitCode, Problem, file_errors
+from toolkit.errors import ConfigError, ExitCode, InputError, Problem, file_errors
 from toolkit.files import remove_unfinished, write_whole
 from toolkit.goodput import (
     SAVES,
@@ -212,8 +212,13 @@ class RunDirectory:
         write_status(self.status_file, status)
 
     def has_stepped(self, attempt: int) -> bool:
-        """Return whether ``attempt`` is the newest and has completed a step."""
-        status = self.status()
+        """Return whether ``attempt`` is the newest and has completed a step; False while the status cannot
+        be read.
+        """
+        try:
+            status = self.status()
+        except (OSError, InputError):
+            return False
         return status is not None and status.attempt == attempt and status.step is not None
 
     def status(self) -> Status | None:

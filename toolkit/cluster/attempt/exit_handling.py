@@ -33,7 +33,13 @@ POLL_SECONDS = 0.05
 PEER_ERROR_SECONDS = 3.0  # how long another rank waits for rank 0 to report the same mistake
 
 
-def is_lost_connection(error: Exception) -> bool:
+def _describe_error(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"SystemExit: sys.exit({error.code!r}) was called during the run"
+    return f"{type(error).__name__}: {error}"
+
+
+def is_lost_connection(error: BaseException) -> bool:
     """Return whether gloo, NCCL or the ``torch.distributed`` store reports that a peer process has gone."""
     text = str(error)
     return (type(error).__name__.startswith("Dist") or "/gloo/" in text) and any(
@@ -67,6 +73,7 @@ class ExitHandler:
         launch: set as soon as it is known.
         directory, attempt: set as soon as the run has a folder; rank 0 writes its status there.
         rendezvous: set if there are other ranks; they are aborted on an error.
+        requeued: whether the ranks belong to a job that is queued again after a failure.
         after_stop: set if the ranks of an elastic run have stopped: whether and where the run continues.
 
     Args:
@@ -80,6 +87,7 @@ class ExitHandler:
         self.rendezvous: Rendezvous | None = None
         self.directory: RunDirectory | None = None
         self.attempt = 0
+        self.requeued = False
         self.after_stop: StopDecision | None = None
         self._stop = stop
         self._parent = os.getppid()
@@ -90,7 +98,7 @@ class ExitHandler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if error is not None and not isinstance(error, Exception):
+        if error is not None and not isinstance(error, Exception | SystemExit):
             if self._raises:  # the program continues, and the run must not look as if it did
                 self.code = ExitCode.FAILURE
                 self.record(kind.__name__ if kind is not None else None)
@@ -105,13 +113,15 @@ class ExitHandler:
         elif isinstance(error, UserError):
             self.code, reason = ExitCode.USER, str(error)
             if not self._raises:
-                self._report_mistake(error)
+                with suppress(OSError):
+                    self._report_mistake(error)
         elif error is not None:
             notes = getattr(error, "__notes__", [])  # diagnosis added to the exception
-            self.code, reason = ExitCode.FAILURE, "\n".join([f"{type(error).__name__}: {error}", *notes])
+            self.code, reason = ExitCode.FAILURE, "\n".join([_describe_error(error), *notes])
             if not notes and is_lost_connection(error):
                 reason = f"{LOST_CONNECTION}; see that rank's own output or its node's log\n{reason}"
-            self._report_failure(error)
+            with suppress(OSError):  # the terminal has closed; the end must be recorded
+                self._report_failure(error)
         elif self.code is ExitCode.STOPPED:
             agreed = self.after_stop.reason if self.after_stop is not None else None
             reason = agreed or reason or "another rank was asked to stop"
@@ -121,7 +131,8 @@ class ExitHandler:
         if self._must_end_agent() and (agent := self._find_agent()) is not None:
             os.kill(agent, signal.SIGTERM)
         if self.code is ExitCode.FAILURE and self.launch.rank == 0 and (text := self._describe_next_start()):
-            print(text, file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
         return not self._raises
 
     def _must_end_agent(self) -> bool:
@@ -152,25 +163,23 @@ class ExitHandler:
         return self._parent if os.getppid() == self._parent else None
 
     def _describe_next_start(self) -> str:
-        """Describe what happens after a failure; empty if the supervisor reports it."""
-        if self.directory is None:
+        """Describe what happens after a failure; empty if the supervisor or the job does."""
+        if self.directory is None or self.launch.launcher is Launcher.SUPERVISOR:
             return ""
+        restarts = self.launch.restart + self.launch.restarts_left
         match self.launch.launcher:
-            case Launcher.SUPERVISOR:
-                return ""
             case Launcher.TORCHELASTIC if self.launch.restarts_left > 0:
                 return f"torchrun restarts the ranks, up to {self.launch.restarts_left} more times"
+            case Launcher.TORCHELASTIC if restarts > 0:
+                why = f"torchrun does not restart the ranks again (--max-restarts={restarts})"
             case Launcher.TORCHELASTIC:
-                return (
-                    "torchrun does not restart the ranks (--max-restarts=N would); run the same "
-                    "command to resume"
-                )
+                why = "torchrun does not restart the ranks (--max-restarts=N would)"
             case Launcher.DEEPSPEED:
-                return (
-                    "deepspeed does not restart ranks (plain python and torchrun do); run the same "
-                    "command to resume"
-                )
-        return "run the same command to resume"
+                why = "deepspeed does not restart ranks (plain python and torchrun do)"
+            case _:
+                why = ""
+        resume = "" if self.requeued else "run the same command to resume"
+        return "; ".join(filter(None, (why, resume)))
 
     def record(self, reason: str | None, *, overwrite: bool = False) -> None:
         """Write the end of this attempt to ``status.json``.
@@ -228,7 +237,8 @@ class ExitHandler:
     def abort(self, reason: str, code: ExitCode) -> None:
         """Record the end from the thread that is about to terminate the process."""
         if self.launch.rank == 0 or code is ExitCode.FAILURE:
-            os.write(2, f"{reason}\n".encode())  # sys.stderr may be locked by the main thread
+            with suppress(OSError):  # the terminal has closed
+                os.write(2, f"{reason}\n".encode())  # sys.stderr may be locked by the main thread
         self.code = code
         self.record(reason)
 
@@ -262,7 +272,7 @@ class ExitHandler:
                 json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8"
             )
 
-    def _report_failure(self, error: Exception) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Write the whole traceback to the log, and print it once over all ranks.
 
         The rank that fails first prints it, reduced to the frames of the user's code if there are any.
@@ -270,15 +280,16 @@ class ExitHandler:
         whole, logged = traceback.format_exc(), ""
         log = self.directory.log_file(self.attempt) if self.directory is not None else None
         if log is not None and log.parent.is_dir():
-            with log.open("a", encoding="utf-8") as file:
-                file.write(f"rank {self.launch.rank}: {whole}")
-            logged = f"the full traceback is in {log}\n"
+            with suppress(OSError):  # the disk is full
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(f"rank {self.launch.rank}: {whole}")
+                logged = f"the full traceback is in {log}\n"
         is_first = self._is_first_failure()
         if self._raises:
             return
         text = (format_user_frames(error) or whole) if is_first or not logged else ""
         if not text and is_first is None:
-            text = f"{type(error).__name__}: {error}\n"
+            text = f"{_describe_error(error)}\n"
         if text:
             rank = f"rank {self.launch.rank}: " if self.launch.ranks > 1 else ""
             # Bypass the log copy, which already has the traceback.

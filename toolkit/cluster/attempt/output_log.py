@@ -6,6 +6,7 @@ import io
 import re
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -19,6 +20,9 @@ class Tee(io.TextIOBase):
 
     A line is written in one call: ``print`` writes its text and its end separately, and another thread, or
     another rank with the same pipe, could write in between. ``flush`` writes an incomplete line.
+
+    Output that cannot be written is lost, since it is no reason to end a run: the reader of the stream has
+    gone, or the disk of the file is full.
     """
 
     def __init__(self, stream: TextIO, file: TextIO) -> None:
@@ -40,8 +44,10 @@ class Tee(io.TextIOBase):
             return
         with self._lock:
             if not any(redraw in text for redraw in _REDRAWS):
-                self._file.write(_ESCAPES.sub("", text))
-            self._shown.write(text)
+                with suppress(OSError):
+                    self._file.write(_ESCAPES.sub("", text))
+            with suppress(OSError):
+                self._shown.write(text)
 
     @property
     def stream(self) -> TextIO:
@@ -57,11 +63,14 @@ class Tee(io.TextIOBase):
         text, self._parts.text = getattr(self._parts, "text", ""), ""
         self._write_lines(text)
         if not self._file.closed:
-            self._file.flush()
-        self._shown.flush()
+            with suppress(OSError):
+                self._file.flush()
+        with suppress(OSError):
+            self._shown.flush()
 
     def close_log(self) -> None:
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
     def isatty(self) -> bool:
         return self._stream.isatty()

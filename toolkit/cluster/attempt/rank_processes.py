@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from toolkit.cluster.attempt.oom_kills import count_oom_kills, describe_oom_kills
 from toolkit.cluster.stop.stop_request import SIGNALS, StopRequest
 from toolkit.cluster.world.rendezvous import bind_loopback
 from toolkit.commands import inherited_form
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
+
+log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 # After an error of one rank the others may notice it themselves, and the rank with the actual cause may still
@@ -26,7 +30,10 @@ POLL_SECONDS = 0.1
 # complete or absent (checkpoint/online/commit.py).
 PEER_SECONDS = 2.0
 PEER_KILL_SECONDS = 8.0  # after PEER_SECONDS
-KILL_SECONDS = 10.0  # after the grace period of a stop
+KILL_SECONDS = 10.0  # after the grace period of a stop, or of the end of a run
+ABORT_REAP_SECONDS = 2.0  # before the end of an aborted run is recorded
+REAP_SECONDS = 30.0  # after SIGKILL; a process that then still exists waits for a device or file system
+OOM_COUNT_SECONDS = 60.0  # between two counts of the OOM kills so far
 COLLECTIVE_ENDS = (
     ExitCode.DONE,
     ExitCode.STOPPED,
@@ -36,7 +43,6 @@ CLEAN_ENDS = (*COLLECTIVE_ENDS, ExitCode.USER)  # every other code is a failure
 # Some virtual machines announce AMX, but its instructions raise SIGILL. This variable limits the instructions
 # of oneDNN, with which torch multiplies bf16 matrices on CPUs.
 ONEDNN_ISA, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,12 @@ class RankProcesses:
         keep: file descriptors that the ranks inherit.
         take_standby: returns a warm process that becomes the rank with this environment, or None to start a
             new process (``cluster/standbys``).
+
+    Attributes:
+        failure_times: of the first failure of a rank; None: there was none.
+        stop_overdue: ranks that should stop were killed, because they did not end in time.
+        end_overdue: ranks were killed, because they did not end in time after another rank ended DONE.
+        stuck: describes the ranks that do not end after SIGKILL; None: there are none.
     """
 
     def __init__(
@@ -78,12 +90,16 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pidfds: dict[int, int] = {}  # of the ranks that have not ended
         self.failure_times: FailureTimes | None = None
-        self.stop_overdue = False  # ranks that should stop were killed, because they did not end in time
+        self.stop_overdue = self.end_overdue = False
+        self.stuck: str | None = None
         self._alive_at = time.time()
         self._first: tuple[int, int] | None = None  # rank and code of the first failure
         # whether a signal is among the first failures
         self._killed_first: bool | None = None
-        self._oom_kills, self._out_of_memory = count_oom_kills(), ""
+        # A death is compared with a count that is at least a minute old: the kernel counts a kill seconds
+        # before a large process has ended.
+        self._oom_counts, self._out_of_memory = deque([count_oom_kills()], maxlen=2), ""
+        self._oom_counted_at = time.monotonic()
         try:
             for rank in range(world.ranks):
                 own = {**environ, **inherited_form(), **rank_variables(rank, world, port)}
@@ -102,13 +118,15 @@ class RankProcesses:
             if process.poll() is None:
                 process.send_signal(number)
 
-    def kill(self) -> None:
-        """Kill all ranks and reap them. Two threads may call it: one of them aborts this process."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-        for process in self._processes:
-            process.wait()
+    def kill(self, seconds: float = REAP_SECONDS) -> None:
+        """Kill all ranks and reap those that end within ``seconds``; :attr:`stuck` describes the others.
+
+        Two threads may call it: one of them aborts this process.
+        """
+        left = kill_and_reap(self._processes, seconds if self.stuck is None else 0)
+        self.stuck = describe_stuck(
+            {rank: process.pid for rank, process in enumerate(self._processes) if process in left}
+        )
         self._reserved_port.close()
         while self._pidfds:
             with suppress(KeyError):  # the other thread took the last one
@@ -141,8 +159,25 @@ class RankProcesses:
                 (end for end in ended if end[1] not in CLEAN_ENDS), key=lambda end: end[1], default=None
             )
             if self._first is not None and self._first[1] == -signal.SIGKILL:
-                self._out_of_memory = describe_oom_kills(self._oom_kills, count_oom_kills())
+                self._out_of_memory = describe_oom_kills(self._oom_counts[0], count_oom_kills())
         return [code for _, code in ended]
+
+    def _count_oom_kills(self) -> None:
+        """Count the OOM kills so far about once a minute, so that a death is not attributed to an old one."""
+        if time.monotonic() - self._oom_counted_at > OOM_COUNT_SECONDS:
+            self._oom_counts.append(count_oom_kills())
+            self._oom_counted_at = time.monotonic()
+
+    def _kill_late(self, seconds: float) -> None:
+        """Kill the ranks that have not ended ``seconds`` after another rank ended DONE."""
+        late = [str(rank) for rank, process in enumerate(self._processes) if process.poll() is None]
+        self.end_overdue = True
+        self.kill()
+        log.warning(
+            "rank %s did not end within %g s of another rank, whose work was done, and was killed",
+            " and ".join(late),
+            seconds,
+        )
 
     def wait(
         self,
@@ -154,7 +189,9 @@ class RankProcesses:
         """Wait until every rank has ended.
 
         After a stop request or an error the remaining ranks are stopped, and killed when the grace period is
-        over. After a death by a signal they are killed at once.
+        over. After a death by a signal they are killed at once. When one rank ends DONE, so do the others
+        soon, since a run ends with a barrier; one that then hangs is killed too, and the answer is DONE. It
+        is FAILURE if a killed rank does not end.
 
         Args:
             has_started: whether training has started; if not, there is nothing to save.
@@ -163,6 +200,7 @@ class RankProcesses:
         forwarded = False
         stopping_since: float | None = None
         failed_since: float | None = None
+        done_since: float | None = None
         asked_to_stop = False
         while len(codes := self._codes()) < len(self._processes):
             now = time.monotonic()
@@ -178,6 +216,8 @@ class RankProcesses:
                 stopping_since = now
             if failed_since is None and any(code not in COLLECTIVE_ENDS for code in codes):
                 failed_since = now
+            if done_since is None and ExitCode.DONE in codes:
+                done_since = now
             if failed_since is not None and now - failed_since > PEER_SECONDS and not asked_to_stop:
                 asked_to_stop = True
                 self.send(signal.SIGTERM)
@@ -188,10 +228,21 @@ class RankProcesses:
             if self._killed_first or out_of_grace or failed_long_ago:
                 self.stop_overdue = failed_since is None
                 self.kill()
+                if self.stuck is not None:
+                    break
                 continue
+            done_long_ago = done_since is not None and now - done_since > grace_seconds + KILL_SECONDS
+            if done_long_ago and stopping_since is None and failed_since is None:
+                self._kill_late(grace_seconds + KILL_SECONDS)
+                break
+            self._count_oom_kills()
             on_poll()
             self._sleep()
         stop.wait_if_ending()  # ``abort`` has killed the ranks
+        if self.stuck is not None:
+            return ExitCode.FAILURE
+        if self.end_overdue:
+            return ExitCode.DONE
         if forwarded and ExitCode.STOPPED in codes and not has_started():
             self._first = None
             return ExitCode.STOPPED
@@ -201,12 +252,19 @@ class RankProcesses:
         )
 
     @property
+    def rank_0_code(self) -> int | None:
+        """The exit code of rank 0; None while it runs."""
+        return self._processes[0].returncode
+
+    @property
     def killed(self) -> bool:
         """Whether a signal caused the first failure."""
         return self._first is not None and self._first[1] < 0
 
     def first_failure(self) -> str | None:
-        """Describe which rank failed first; None if rank 0 itself can report more."""
+        """Describe which rank failed first, or does not end; None if rank 0 itself can report more."""
+        if self.stuck is not None:
+            return self.stuck
         if self._first is None:
             return None
         rank, code = self._first
@@ -219,7 +277,7 @@ class RankProcesses:
                     ": the CPU does not execute an instruction that it announces; if it is one of AMX, "
                     f"{ONEDNN_ISA}={WITHOUT_AMX} avoids it"
                 )
-            return f"rank {rank} was killed by signal {-code} ({signal.Signals(-code).name}){why}"
+            return f"rank {rank} was killed by signal {-code} ({_signal_name(-code)}){why}"
         return None if rank == 0 else f"rank {rank} failed first (code {code}): see the attempt's log"
 
 
@@ -253,59 +311,49 @@ def start_process(
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
+def kill_and_reap(
+    processes: Sequence[subprocess.Popen[bytes]], seconds: float
+) -> list[subprocess.Popen[bytes]]:
+    """Kill processes and reap them. Return those that do not end within ``seconds`` in all.
+
+    The kernel does not end a process that waits for a GPU which fell off the bus or for a dead file server.
+    """
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    deadline = time.monotonic() + seconds
+    left = []
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            left.append(process)
+    return left
+
+
+def describe_stuck(pids: Mapping[int, int]) -> str | None:
+    """Describe ranks that do not end, given their PIDs; None if there are none."""
+    if not pids:
+        return None
+    ranks = " and ".join(f"rank {rank} (PID {pid})" for rank, pid in pids.items())
+    does, its = ("does", "its") if len(pids) == 1 else ("do", "their")
+    return (
+        f"{ranks} {does} not end after SIGKILL: {its} device or file system does not respond; "
+        "restart the machine"
+    )
+
+
+def _signal_name(number: int) -> str:
+    """Return the name of a signal; Python has none for most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return signal.strsignal(number) or "unknown"
+
+
 def combine_exit_codes(codes: Sequence[int]) -> ExitCode:
     """Combine the exit codes of all ranks: failure, else mistake, else divergence, else stop, else done."""
     if any(code not in CLEAN_ENDS for code in codes):
         return ExitCode.FAILURE
     order = (ExitCode.USER, ExitCode.DIVERGED, ExitCode.STOPPED)
     return next((code for code in order if code in codes), ExitCode.DONE)
-
-
-def count_oom_kills(root: Path = Path("/")) -> dict[str, int]:
-    """Return the number of OOM kills so far by counting file. Missing and unreadable files are skipped."""
-    kills = {}
-    for path in _oom_counter_files(root):
-        try:
-            lines = path.read_text(encoding="ascii", errors="replace").splitlines()
-        except OSError:
-            continue
-        counts = [
-            fields[1]
-            for fields in map(str.split, lines)
-            if len(fields) == 2 and fields[0] == "oom_kill" and fields[1].isdigit()
-        ]
-        if counts:
-            kills[str(path)] = int(counts[0])
-    return kills
-
-
-def describe_oom_kills(before: dict[str, int], now: dict[str, int]) -> str:
-    """Describe the kills between two counts; empty if there were none."""
-    for path, count in now.items():
-        killed = count - before.get(path, count)
-        if killed > 0:
-            where = "on this machine" if path.endswith("vmstat") else "in its container or job"
-            return (
-                f"out of host memory: the kernel killed {killed} process{'es' * (killed > 1)} {where} "
-                f"(oom_kill of {path})"
-            )
-    return ""
-
-
-def _oom_counter_files(root: Path) -> Iterator[Path]:
-    """Yield the files that count OOM kills since the system or cgroup started, nearest to this process first.
-
-    They are memory.events of cgroup v2 (Documentation/admin-guide/cgroup-v2.rst), memory.oom_control of v1,
-    and /proc/vmstat for the whole machine.
-    """
-    groups = root / CGROUPS.relative_to("/")
-    own = root / "proc/self/cgroup"
-    for line in own.read_text(encoding="utf-8", errors="replace").splitlines() if own.exists() else []:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            yield groups / path.lstrip("/") / "memory.events"
-        elif "memory" in controllers.split(","):
-            yield groups / "memory" / path.lstrip("/") / "memory.oom_control"
-    yield groups / "memory.events"
-    yield groups / "memory/memory.oom_control"
-    yield root / "proc/vmstat"

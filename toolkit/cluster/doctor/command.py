@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.cluster.attempt.attempt_spec import AttemptSpec
 from toolkit.cluster.attempt.exit_handling import ExitHandler
-from toolkit.cluster.attempt.rank_processes import RankProcesses
+from toolkit.cluster.attempt.rank_processes import ABORT_REAP_SECONDS, RankProcesses
 from toolkit.cluster.doctor import cross_node, network, planned_run
 from toolkit.cluster.doctor.data_access import DataReadResult, make_data_check
 from toolkit.cluster.doctor.planned_run import DoctorTarget
@@ -251,7 +251,7 @@ class DoctorCommand:
 
             def abort(reason: str, code: ExitCode) -> None:
                 """Remove the folder here, since the process ends in this call."""
-                ranks.kill()
+                ranks.kill(ABORT_REAP_SECONDS)
                 handover.unlink(missing_ok=True)
                 handover.parent.rmdir()
                 self._exit_handler.abort(reason, code)

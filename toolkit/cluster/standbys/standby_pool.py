@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from toolkit.cluster.attempt.attempt_spec import AttemptSpec
-from toolkit.cluster.attempt.rank_processes import start_process
+from toolkit.cluster.attempt.rank_processes import REAP_SECONDS, kill_and_reap, start_process
 from toolkit.cluster.standbys.rank_assignment import (
     ASSIGN,
     READY,
@@ -101,9 +101,8 @@ class StandbyPool:
 
     def discard_unready(self) -> int:
         """End the standbys that could not take a rank's place now; return the number of the others."""
-        for rank, standby in list(self._standbys.items()):
-            if not standby.is_ready():
-                self._standbys.pop(rank).kill()
+        unready = [rank for rank, standby in list(self._standbys.items()) if not standby.is_ready()]
+        _kill([self._standbys.pop(rank) for rank in unready])
         return len(self._standbys)
 
     def take(
@@ -120,14 +119,16 @@ class StandbyPool:
             return None
         if standby.is_ready() and standby.hand_over(assignment, descriptors):
             return standby.process
-        standby.kill()
+        _kill([standby])
         return None
 
     def kill(self) -> None:
         """End all standbys. Two threads may call it: one of them aborts this process."""
+        standbys = []
         while self._standbys:
             with suppress(KeyError):  # the other thread took the last one
-                self._standbys.popitem()[1].kill()
+                standbys.append(self._standbys.popitem()[1])
+        _kill(standbys)
 
 
 class _Standby:
@@ -160,10 +161,16 @@ class _Standby:
         self._socket.close()
         return taken
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+    def close(self) -> None:
         self._socket.close()
+
+
+def _kill(standbys: Sequence[_Standby]) -> None:
+    """Kill standbys and reap them. One whose file system does not respond is left behind."""
+    for process in kill_and_reap([standby.process for standby in standbys], REAP_SECONDS):
+        log.warning("the standby with PID %d does not end after SIGKILL", process.pid)
+    for standby in standbys:
+        standby.close()
 
 
 # ---- in the standby

@@ -130,7 +130,8 @@ def agree_after_stop(
         rendezvous.publish(f"stopped/{launch.node}", asdict(NodeStop(reason=stop(), leaves=stop.leaves)))
         if launch.rank != 0:
             (message,) = rendezvous.receive("after-stop", seconds=2 * REPORT_SECONDS + QUERY_SECONDS)
-            rendezvous.confirm("after-stop")
+            with suppress(RuntimeError):  # rank 0 has gone, and the others have the same decision
+                rendezvous.confirm("after-stop")
             return StopDecision(**{**message, "leaving": tuple(message["leaving"])})  # JSON has lists only
         names = [f"stopped/{node}" for node in range(launch.nodes)]
         stops = [NodeStop(**message) for message in rendezvous.receive(*names, seconds=REPORT_SECONDS)]
@@ -162,13 +163,16 @@ class AgentRendezvous:
         self._handler: RendezvousHandler | None = None
 
     def count_waiting_nodes(self) -> int | None:
-        """Return how many nodes wait to join; None if the rendezvous does not answer."""
+        """Return how many nodes wait to join; None if the rendezvous does not answer, or the agent has
+        ended.
+        """
+        import psutil
         from torch.distributed.elastic.rendezvous import RendezvousError
 
         try:
             self._handler = _connect(self._agent)
             return None if self._handler is None else self._handler.num_nodes_waiting()
-        except (RendezvousError, RuntimeError) as error:
+        except (RendezvousError, RuntimeError, psutil.NoSuchProcess) as error:
             log.warning("torchrun's rendezvous does not answer: %s", error)
             return None
 

@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ POLL_SECONDS = 0.5
 # Ctrl-C in a terminal reaches a rank directly and again through its launcher; count both as one request.
 ECHO_SECONDS = 1.0
 SIGNAL_BURST_SECONDS = 0.1  # signals this close together have one cause
+RECORD_SECONDS = 20.0  # for the record of an end, which may block on a file system that does not respond
 # seconds; a larger age means that the clocks are inconsistent
 MAX_STARTUP_SECONDS = 600.0
 # Slurm sends the signal chosen with sbatch --signal; SIGUSR1 and SIGUSR2 are common choices.
@@ -47,7 +49,11 @@ class ProcessHandle:
         return None if fields is None or fields[0] in "ZX" else ProcessHandle(pid, fields[19])
 
     def is_alive(self) -> bool:
-        return ProcessHandle.read(self.pid) == self
+        """Return whether the process is alive; True if that is unknown, as with too many open files."""
+        try:
+            return ProcessHandle.read(self.pid) == self
+        except OSError:
+            return True
 
 
 def process_start_time() -> float:
@@ -205,11 +211,13 @@ class StopRequest:
 
         On Ctrl-C a launcher also sends SIGTERM, which may arrive before the SIGINT.
         """
-        if not select.select([self._wake_read], [], [], POLL_SECONDS)[0]:
+        wakes = select.poll()  # select() fails if the program has opened more than 1024 files
+        wakes.register(self._wake_read, select.POLLIN)
+        if not wakes.poll(POLL_SECONDS * 1000):
             return []
         time.sleep(SIGNAL_BURST_SECONDS)
-        return sorted(
-            (signal.Signals(number) for number in os.read(self._wake_read, 64)),
+        return sorted(  # a program may handle further signals, whose numbers need not have a name
+            (signal.Signals(number) for number in os.read(self._wake_read, 64) if number in SIGNALS),
             key=lambda number: number is not signal.SIGINT,
         )
 
@@ -219,7 +227,7 @@ class StopRequest:
                 text = "SIGINT twice" if self._interrupted else f"{self._reason}, then SIGINT"
                 self._end(f"{text}: ended without saving", ExitCode.FAILURE)
             self._interrupted = True
-        if number in SIGNALS and self.signal is None:
+        if self.signal is None:
             self.signal, first = number, self._reason is None
             self.request(number.name)
             if first and self._armed and not self._closed:
@@ -234,6 +242,10 @@ class StopRequest:
     def _end(self, reason: str, code: ExitCode) -> None:
         self._ending = True
         try:
+            limit = threading.Timer(RECORD_SECONDS, os._exit, [code])
+            limit.daemon = True
+            with suppress(RuntimeError):  # too many threads
+                limit.start()
             self.abort(reason, code)
         finally:
             os._exit(code)
@@ -287,9 +299,11 @@ class ProgramStopRequest(StopRequest):
 
     def _end(self, reason: str, code: ExitCode) -> None:
         self._ending = True
-        self.abort(reason, code)
-        self._closed = self._raises = True
-        _thread.interrupt_main()
+        try:
+            self.abort(reason, code)
+        finally:
+            self._closed = self._raises = True
+            _thread.interrupt_main()
 
 
 def _reset_signals_in_child() -> None:
