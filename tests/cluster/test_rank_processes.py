@@ -352,7 +352,7 @@ def test_rank_that_does_not_end_after_sigkill_is_named(tmp_path: Path) -> None:
 def test_rank_that_hangs_after_another_is_done_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_processes, "KILL_SECONDS", 0.2)
+    monkeypatch.setattr(rank_processes, "END_SECONDS", 0.4)
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
     ranks = RankProcesses(script(tmp_path, "if rank == '1': time.sleep(600)"), TWO)
     assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.DONE

@@ -30,7 +30,8 @@ POLL_SECONDS = 0.1
 # complete or absent (checkpoint/online/commit.py).
 PEER_SECONDS = 2.0
 PEER_KILL_SECONDS = 8.0  # after PEER_SECONDS
-KILL_SECONDS = 10.0  # after the grace period of a stop, or of the end of a run
+KILL_SECONDS = 10.0  # after the grace period of a stop
+END_SECONDS = 600.0  # after the first rank is done; rank 0 may still upload to W&B, a minute for each sink
 ABORT_REAP_SECONDS = 2.0  # before the end of an aborted run is recorded
 REAP_SECONDS = 30.0  # after SIGKILL; a process that then still exists waits for a device or file system
 OOM_COUNT_SECONDS = 60.0  # between two counts of the OOM kills so far
@@ -168,15 +169,15 @@ class RankProcesses:
             self._oom_counts.append(count_oom_kills())
             self._oom_counted_at = time.monotonic()
 
-    def _kill_late(self, seconds: float) -> None:
-        """Kill the ranks that have not ended ``seconds`` after another rank ended DONE."""
+    def _kill_late(self) -> None:
+        """Kill the ranks that have not ended ``END_SECONDS`` after another rank ended DONE."""
         late = [str(rank) for rank, process in enumerate(self._processes) if process.poll() is None]
         self.end_overdue = True
         self.kill()
         log.warning(
             "rank %s did not end within %g s of another rank, whose work was done, and was killed",
             " and ".join(late),
-            seconds,
+            END_SECONDS,
         )
 
     def wait(
@@ -231,9 +232,9 @@ class RankProcesses:
                 if self.stuck is not None:
                     break
                 continue
-            done_long_ago = done_since is not None and now - done_since > grace_seconds + KILL_SECONDS
+            done_long_ago = done_since is not None and now - done_since > END_SECONDS
             if done_long_ago and stopping_since is None and failed_since is None:
-                self._kill_late(grace_seconds + KILL_SECONDS)
+                self._kill_late()
                 break
             self._count_oom_kills()
             on_poll()
