@@ -367,7 +367,7 @@ LEFT_OUT: Mapping[str, str] = {
     "vanishing disk": "the run's own record vanishes with it",
     "jump of the kernel's clock": "would change the whole machine's; clock-jump changes that of the ranks",
     "spike and rollback": "a spike needs more steps before it; tests/train/test_rollback.py has both",
-    "killed or failing uploads": "tests/launch/test_killed_during_upload.py, tests/checkpoint/test_uploads.py",
+    "uploads": "tests/launch/test_killed_during_upload.py and tests/checkpoint/test_uploads.py have them",
 }
 
 
