@@ -168,7 +168,7 @@ def test_a_run_keeps_its_checkpoints_there(url: str, tmp_path: Path, monkeypatch
     assert fresh.claimed.newest is not None
     run.save(3)
     run.close()
-    with pytest.raises(ConfigError, match="attempt 1 of run .* has replaced the pointer"):
+    with pytest.raises(ConfigError, match=r"attempt 1 of run .* has replaced the pointer"):
         raise run.uploaders[0].error or AssertionError
     assert fresh.close()
     reader = open_reader(url)
