@@ -1,7 +1,10 @@
-"""Stores of Azure (az), served by Microsoft's emulator. Skipped without it.
+"""Stores that other people's servers emulate: Azure (az) by Microsoft's azurite, S3 (s3) by moto.
 
-npm install --prefix /tmp/azurite azurite@3
-PATH=$PATH:/tmp/azurite/node_modules/.bin pytest tests/remote/test_azurite.py -m full
+    npm install --prefix /tmp/azurite azurite@3
+    python -m venv /tmp/moto && /tmp/moto/bin/pip install 'moto[s3,server]'
+    PATH=$PATH:/tmp/azurite/node_modules/.bin:/tmp/moto/bin pytest tests/remote/test_emulators.py -m full
+
+An emulator that is not on the PATH is skipped.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import pytest
 
 from tests.checkpoint.layouts import same_bits, whole
 from tests.checkpoint.uploads import UploadingRun, poll_often, state
+from tests.data.local_stores import SECRETS
 from tests.waiting import wait_until
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.remote.pointer import SUBJECT
@@ -33,59 +37,75 @@ from toolkit.remote.objects import Conflict, StoreObjects
 from toolkit.remote.storage import open_store
 from toolkit.testing.dist import find_free_port
 
-EMULATOR = shutil.which("azurite-blob")
+PROGRAMS = {"az": "azurite-blob", "s3": "moto_server"}
 ACCOUNT, KEY = "account1", base64.b64encode(os.urandom(32)).decode()
-CONTAINER = "corpus"
-PART = 5 * 2**20
+BUCKET = "corpus"
+PART = 5 * 2**20  # the smallest that S3 allows
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(EMULATOR is None, reason="azurite-blob is not on the PATH"),
-]
+pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of an account with an empty container, on 127.0.0.1."""
-    assert EMULATOR is not None
-    folder, port = tmp_path_factory.mktemp("azurite"), find_free_port()
-    url = f"http://127.0.0.1:{port}/{ACCOUNT}"
-    options = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent"]
-    with (folder / "output.txt").open("wb") as output:
+@pytest.fixture(scope="module", params=PROGRAMS)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str]]:
+    """A scheme and the address of an emulator on 127.0.0.1 that has an empty bucket."""
+    scheme: str = request.param
+    program = shutil.which(PROGRAMS[scheme])
+    if program is None:
+        pytest.skip(f"{PROGRAMS[scheme]} is not on the PATH")
+    folder, port = tmp_path_factory.mktemp(scheme), find_free_port()
+    address = f"http://127.0.0.1:{port}"
+    options = {
+        "az": ["--blobHost", "127.0.0.1", "--blobPort", f"{port}", "--location", f"{folder}", "--silent"],
+        "s3": ["-H", "127.0.0.1", "-p", f"{port}"],
+    }[scheme]
+    if scheme == "az":
+        options.append("--disableTelemetry")
+    log = folder / "output.txt"
+    with log.open("wb") as output:
         emulator = subprocess.Popen(
-            [EMULATOR, *options, "--disableTelemetry"],
+            [program, *options],
             env={**os.environ, "AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}"},
             stdout=output,
             stderr=subprocess.STDOUT,
         )
+    request_bucket = {"az": container_request, "s3": bucket_request}[scheme]
     try:
         wait_until(
-            lambda: container_created(url),
+            lambda: answers(request_bucket(address)),
             60,
             "started",
             ended=lambda: emulator.poll() is not None,
-            output=folder / "output.txt",
+            output=log,
         )
-        yield url
+        yield scheme, address
     finally:
         emulator.kill()
         emulator.wait()
 
 
-def container_created(url: str) -> bool:
-    """Create the container, which obstore cannot. False before the emulator listens."""
+def container_request(address: str) -> Request:
+    """Return a signed request for a container of Azure, since obstore creates none."""
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
-    named = "\n".join(f"{name}:{value}" for name, value in headers.items())
-    resource = f"/{ACCOUNT}/{ACCOUNT}/{CONTAINER}\nrestype:container"
-    signed = hmac.new(
-        base64.b64decode(KEY), ("PUT" + 12 * "\n" + f"{named}\n{resource}").encode(), hashlib.sha256
-    )
-    headers["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(signed.digest()).decode()}"
+    named = "".join(f"{name}:{value}\n" for name, value in headers.items())
+    text = "PUT" + 12 * "\n" + f"{named}/{ACCOUNT}/{ACCOUNT}/{BUCKET}\nrestype:container"
+    signature = hmac.new(base64.b64decode(KEY), text.encode(), hashlib.sha256).digest()
+    headers["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(signature).decode()}"
+    return Request(f"{address}/{ACCOUNT}/{BUCKET}?restype=container", method="PUT", headers=headers)
+
+
+def bucket_request(address: str) -> Request:
+    """Return a request for a bucket of S3. moto reads the service from the signature, but checks nothing."""
+    signature = "AWS4-HMAC-SHA256 Credential=key/20261124/us-east-1/s3/aws4_request"
+    return Request(f"{address}/{BUCKET}", method="PUT", headers={"Authorization": signature})
+
+
+def answers(request: Request) -> bool:
+    """Send a request. False before the server listens."""
     try:
-        with urlopen(
-            Request(f"{url}/{CONTAINER}?restype=container", method="PUT", headers=headers)
-        ) as answer:
-            return bool(answer.status == 201)
+        with urlopen(request, timeout=30):
+            return True
     except URLError as error:
         if isinstance(error.reason, ConnectionRefusedError):
             return False
@@ -93,13 +113,17 @@ def container_created(url: str) -> bool:
 
 
 @pytest.fixture
-def url(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def url(server: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """An empty folder, for which the environment has credentials."""
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", ACCOUNT)
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
-    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    return f"az://{CONTAINER}/{tmp_path.name}"
+    scheme, address = server
+    azure = {"ACCOUNT_NAME": ACCOUNT, "ACCOUNT_KEY": KEY, "ENDPOINT": f"{address}/{ACCOUNT}"}
+    environment = {
+        "az": {f"AZURE_STORAGE_{name}": value for name, value in azure.items()},
+        "s3": {**SECRETS, "AWS_ENDPOINT_URL": address, "AWS_REGION": "us-east-1"},
+    }[scheme]
+    for name, value in {**environment, "NO_PROXY": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    return f"{scheme}://{BUCKET}/{tmp_path.name}"
 
 
 def opened(url: str) -> StoreObjects:
@@ -119,7 +143,7 @@ def test_objects_are_written_listed_read_and_removed(url: str, tmp_path: Path) -
     assert objects.listing("b") == []
     head = objects.head("a/large")
     assert head is not None
-    assert (head.bytes, head.version) == (len(large), sent)
+    assert (head.bytes, head.version.e_tag) == (len(large), sent.e_tag)
     folder = open_store(Url(url))
     assert folder.read_bytes("a/large") == large
     assert bytes(folder.read_range("a/large", PART - 3, PART + 9)) == large[PART - 3 : PART + 9]
@@ -145,11 +169,16 @@ def test_replacing_another_version_is_refused(url: str) -> None:
         one.replace("latest", b"late", second)
 
 
-def test_refusals_are_explained_without_secrets(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = opened("az://absent/folder")
+def test_an_absent_bucket_is_named(url: str) -> None:
+    absent = opened(url.replace(BUCKET, "absent"))
     for access in (lambda: absent.read("latest"), lambda: absent.put("latest", b"x"), absent.listing):
         with pytest.raises(InputError, match="no such bucket"):
             access()
+
+
+def test_a_wrong_key_is_explained_without_showing_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if url.startswith("s3"):
+        pytest.skip("moto checks no signatures")
     wrong = base64.b64encode(bytes(32)).decode()
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", wrong)
     with pytest.raises(InputError, match="refused with status 403") as caught:
