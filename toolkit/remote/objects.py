@@ -177,7 +177,12 @@ class StoreObjects:
     def _put(self, name: str, content: bytes, mode: PutMode) -> ObjectVersion:
         import obstore
 
-        return _version(obstore.put(self._store, name, content, mode=mode, use_multipart=False))
+        try:
+            return _version(obstore.put(self._store, name, content, mode=mode, use_multipart=False))
+        except Exception as error:
+            if mode != "overwrite" and "status code: 501" in str(error):  # a store without conditional writes
+                raise NotImplementedError(name) from None
+            raise
 
     def _retry(self, name: str, call: Callable[[], T]) -> T:
         """Return ``call()``, repeated after failures that may pass.
@@ -229,8 +234,6 @@ class StoreObjects:
             raised = translate_error(error, self.url / name, self._subject) if no_bucket else absent
         except Exception as error:  # noqa: BLE001 - translate_error distinguishes them
             raised = translate_error(error, self.url / name, self._subject)
-            if "status code: 501" in str(error):  # a store without conditional writes
-                raised = NotImplementedError(name)
         if isinstance(raised, TransientError):
             return raised
         raise raised
