@@ -35,7 +35,7 @@ SECONDS = 300.0  # for anything, on a busy machine
 
 
 def failing_store(root: Path) -> AbstractContextManager[Store]:
-    return served(root, failing=0.05, seed=3)
+    return served(root, failing=0.05, seed=8)
 
 
 def train(run_dir: Path, data: Path, store: Store, ranks: int) -> RunningCommand:
@@ -88,8 +88,10 @@ def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with failing_store(bucket) as store, train(run_dir, data, store, ranks=2) as started:
         store.on_write = hold
         started.wait_until(sending.is_set, SECONDS, "sending the file of rank 1")
-        records = (run_dir / "uploads").glob(f"{step_name(SECOND)}-*/part-00000*")
-        started.wait_until(lambda: any(records), SECONDS, "sent the file of rank 0")
+        record = f"{step_name(SECOND)}-*/part-00000*"
+        started.wait_until(
+            lambda: any((run_dir / "uploads").glob(record)), SECONDS, "sent the file of rank 0"
+        )
         for process in (psutil.Process(started.process.pid), *started.processes()):
             process.kill()
         started.wait_until_gone()
