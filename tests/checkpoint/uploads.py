@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from toolkit.checkpoint.remote.claim import claim_store
 from toolkit.checkpoint.remote.pointer import SUBJECT, StoreClaim, Writer
 from toolkit.checkpoint.remote.upload import Uploader, UploadPhase, UploadSettings
 from toolkit.checkpoint.remote.upload_folder import UploadFolder
-from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, TensorKey
+from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Shard, TensorKey
 from toolkit.checkpoint_folder import newest_checkpoint, step_of
 from toolkit.paths import Url
 from toolkit.remote.objects import WRITE_LIMITS, StoreObjects
@@ -95,11 +95,12 @@ class UploadingRun:
         if isinstance(local, Path):
             self.uploaders[0].send(local)
 
-    def save(self, step: int, **scalars: object) -> Path:
+    def save(self, step: int, shards: Sequence[Sequence[Shard]] | None = None, **scalars: object) -> Path:
+        """Save and send ``shards`` of each rank, by default those of ``state(step)``."""
         path = save(
             self.checkpoints,
             step,
-            shards_of(state(step), LAYOUTS["flat"], RANKS),
+            shards or shards_of(state(step), LAYOUTS["flat"], RANKS),
             stores=self._stores,
             attempt=self.attempt,
             scalars={"step": step, **scalars},
@@ -146,3 +147,15 @@ def run_until_killed(
         run = UploadingRun(folder, url, attempt, on_phase=on_phase, keep_last=1)
         run.save(step)
         assert run.close()
+
+
+def upload_large_file(folder: Path, url: str, environment: Mapping[str, str], tensor: torch.Tensor) -> None:
+    """Save and upload step 1, then step 2 with ``tensor`` in the file of rank 0."""
+    torch.set_num_threads(1)
+    poll_often(pytest.MonkeyPatch())
+    os.environ.update(environment)
+    run = UploadingRun(folder, url, keep_last=1)
+    run.save(1)
+    run.wait_until_sent()
+    run.save(2, shards_of({TensorKey(WEIGHT, "a"): tensor}, LAYOUTS["first_only"], RANKS))
+    assert run.close()

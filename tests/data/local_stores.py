@@ -51,6 +51,7 @@ class Faults:
     region: str | None = None  # of the bucket: requests that are signed for another are refused, as S3 does
     read_only: bool = False  # writing is refused
     down: bool = False  # every request is answered with 503
+    unimplemented: bool = False  # every request is answered with 501
     unconditional: bool = False  # conditional writes are not implemented
     lost_answers: int = 0  # so many of the next writes take place, and their connections are reset
     no_first_byte: bool = False  # "bytes=0-0" is answered with the whole file, as some servers do
@@ -149,7 +150,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 with store.lock:
                     store.faulty["503"] += 1
                 return self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "SlowDown", True)
-            if faults.unconditional and ("If-Match" in self.headers or "If-None-Match" in self.headers):
+            conditional = "If-Match" in self.headers or "If-None-Match" in self.headers
+            if faults.unimplemented or (faults.unconditional and conditional):
                 return self._refuse(HTTPStatus.NOT_IMPLEMENTED, "NotImplemented", True)
             store.on_write(key)
             with store.lock:
@@ -233,6 +235,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 return self._refuse(HTTPStatus.FORBIDDEN, "InvalidAccessKeyId", body)
             if faults.down:
                 return self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "SlowDown", body)
+            if faults.unimplemented:
+                return self._refuse(HTTPStatus.NOT_IMPLEMENTED, "NotImplemented", body)
             if bucket != BUCKET:
                 return self._refuse(HTTPStatus.NOT_FOUND, "NoSuchBucket", body)
             if "list-type=2" in query:

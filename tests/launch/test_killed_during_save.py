@@ -20,13 +20,7 @@ from toolkit import checkpoint_folder
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.commit import SavePhase
 from toolkit.checkpoint.verify import verify
-from toolkit.config.compose import compose
-from toolkit.estimate.plan_report import to_json
-from toolkit.plan import make_plan
-from toolkit.plan.types import Device, World
-from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
-from toolkit.train.run import run
 
 DRIVER = Path(__file__).with_name("killed_training.py")
 
@@ -73,20 +67,6 @@ CASES = [
         SavePhase.RETENTION, 0, leaves=2 * EVERY, entry=2, launcher="python", background=True
     ),  # the old checkpoint is no longer visible
 ]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The reference losses, in this process: local engine, one rank, the same samples."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    config = compose([*KEYS, f"data.path={data}", f"run.dir={folder}", "engine=local"])
-    plan = make_plan(config, World(ranks=1, ranks_per_node=1, device=Device.CPU))
-    run_directory = RunDirectory(folder)
-    run(plan, rank=0, local_rank=0, stop=lambda: None, attempt=run_directory.begin(config, to_json(plan)))
-    run_directory.release()
-    losses = [loss for _, loss in read_losses(run_directory.metrics_file)]
-    assert losses[0] - losses[-1] > 0.3, "otherwise a run that restarted or skipped a step could pass"
-    return losses
 
 
 @pytest.mark.full

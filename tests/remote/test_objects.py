@@ -123,3 +123,17 @@ def test_an_outage_ends_with_an_error_that_a_restart_may_overcome(store: Store) 
     timer.start()
     opened(store).put("latest", b"x")  # the control: it waits
     timer.join()
+
+
+def test_a_store_that_does_not_know_a_request_is_reported(store: Store) -> None:
+    """Only a conditional write has a fallback."""
+    store.faults.unimplemented = True
+    objects = opened(store, ONCE)
+    for access in (
+        objects.listing,
+        lambda: objects.read("latest"),
+        lambda: objects.put("latest", b"x"),
+        lambda: objects.replace("latest", b"x", None),
+    ):
+        with pytest.raises(StorageError, match="status 501"):
+            access()

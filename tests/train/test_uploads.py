@@ -115,15 +115,19 @@ def test_a_store_that_cannot_be_written_is_found_before_training(
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no step was trained"
 
 
-def test_an_outage_does_not_stop_training(
-    store: Store, whole: TinyRun, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report a failed upload at once, and wait a second for the last one."""
     for module, name, value in (
         (upload, "END_OUTAGE_SECONDS", 1.0),
         (uploads, "DELAY_SECONDS", 0.0),
         (uploads, "WRITE_LIMITS", RequestLimits(opening_seconds=0.2)),
     ):
         monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_outage_does_not_stop_training(store: Store, whole: TinyRun, data: Path, tmp_path: Path) -> None:
     settings = {"checkpoint__every": "2", "checkpoint__url": prefix(store)}
     store.on_write = lambda key: setattr(store.faults, "down", True)  # after the start
     run = TinyRun(tmp_path / "run", data, **settings)
@@ -158,6 +162,50 @@ def test_a_run_whose_pointer_another_run_has_replaced_ends_with_an_error(
     with pytest.raises(ConfigError, match="attempt 7 of run another has replaced the pointer latest"):
         TinyRun(tmp_path / "run", data, checkpoint__every="2", checkpoint__url=prefix(store))
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
+def test_a_run_whose_pointer_was_removed_ends_with_an_error_that_says_so(
+    store: Store, whole: TinyRun, data: Path, tmp_path: Path
+) -> None:
+    def remove_pointer(key: str) -> None:
+        if key.endswith("manifest.json") and pointed_step(store.root) == 2:
+            (store.root / "run" / "latest").unlink()
+
+    store.on_write = remove_pointer
+    settings = {"checkpoint__every": "2", "checkpoint__url": prefix(store)}
+    with pytest.raises(ConfigError, match="the pointer latest was removed while this run was writing there"):
+        TinyRun(tmp_path / "run", data, **settings)
+    store.on_write = lambda key: None
+    with pytest.raises(CheckpointError, match="has no pointer latest"):
+        TinyRun(tmp_path / "run", data, **settings)
+    remedy = TinyRun(tmp_path / "run", data, **{**settings, "checkpoint__url": f"{prefix(store)}/other"})
+    assert remedy.code is ExitCode.DONE
+    assert remedy.rows() == whole.rows()
+    assert open_reader(f"{prefix(store)}/other").step == STEPS
+
+
+@pytest.mark.usefixtures("impatient")
+def test_credentials_that_expire_do_not_stop_training_and_an_alert_names_them(
+    store: Store, whole: TinyRun, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def expire(key: str) -> None:
+        """The pointer has been written at the start; its second version is the last write."""
+        if key.endswith("latest") and store.writes[f"PUT {key}"] == 1:
+            store.faults.forbidden = True
+
+    store.on_write = expire
+    settings = {"checkpoint__every": "2", "checkpoint__url": prefix(store)}
+    run = TinyRun(tmp_path / "run", data, **settings)
+    assert run.code is ExitCode.DONE
+    assert run.rows() == whole.rows()
+    assert pointed_step(store.root) == 2
+    alerts = [alert for alert in read_jsonl(run.directory.alerts_file) if alert["fault"] == "late-upload"]
+    assert "refused with status 403" in alerts[0]["evidence"]
+    assert "check the store and the credentials" in alerts[0]["next_step"]
+    assert "the same command uploads it" in caplog.text
+    store.faults.forbidden, store.on_write = False, lambda key: None
+    assert TinyRun(tmp_path / "run", data, **settings).code is ExitCode.DONE
+    assert pointed_step(store.root) == STEPS
 
 
 @pytest.mark.parametrize(("only_sound", "sent"), [(True, [2]), (False, [2, 4])])

@@ -47,6 +47,11 @@ DATA = Subject(
 )
 
 
+def names_missing_bucket(text: str) -> bool:
+    """Return whether the text of an exception of obstore says that the bucket or container is absent."""
+    return any(code in text for code in ("NoSuchBucket", "NoSuchContainer", "ContainerNotFound"))
+
+
 def translate_error(error: Exception, location: str, subject: Subject) -> InputError | TransientError:
     """Translate an exception of obstore without quoting it.
 
@@ -63,7 +68,7 @@ def translate_error(error: Exception, location: str, subject: Subject) -> InputE
     if "redirect without LOCATION" in text or "AuthorizationHeaderMalformed" in text:
         return _another_region(text, location)
     if isinstance(error, FileNotFoundError) or status == 404:  # listings do not raise FileNotFoundError
-        what = "no such bucket" if "NoSuchBucket" in text or "NoSuchContainer" in text else "absent"
+        what = "no such bucket" if names_missing_bucket(text) else "absent"
         return subject.error(
             f"{location}: {what}", subject.content, f"check {subject.key}, or copy the missing files there"
         )
@@ -78,7 +83,7 @@ def translate_error(error: Exception, location: str, subject: Subject) -> InputE
             "the server answers requests for ranges",
             "serve the folder with a server that does, or copy it to this machine",
         )
-    if status == 416:
+    if status == 416 or "Wanted range starting at" in text:  # some answer with nothing instead of 416
         return subject.error(
             f"{location}: ends before the requested bytes",
             "the file is as long as its manifest says",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.config.urls import credentials_remedy
 from toolkit.paths import Url
-from toolkit.remote.errors import Subject, translate_error
+from toolkit.remote.errors import Subject, names_missing_bucket, translate_error
 from toolkit.remote.fetch import RequestLimits, TransientError
 from toolkit.remote.storage import StorageError, make_store
 
@@ -177,7 +177,12 @@ class StoreObjects:
     def _put(self, name: str, content: bytes, mode: PutMode) -> ObjectVersion:
         import obstore
 
-        return _version(obstore.put(self._store, name, content, mode=mode, use_multipart=False))
+        try:
+            return _version(obstore.put(self._store, name, content, mode=mode, use_multipart=False))
+        except Exception as error:
+            if mode != "overwrite" and "status code: 501" in str(error):  # a store without conditional writes
+                raise NotImplementedError(name) from None
+            raise
 
     def _retry(self, name: str, call: Callable[[], T]) -> T:
         """Return ``call()``, repeated after failures that may pass.
@@ -225,18 +230,13 @@ class StoreObjects:
             if not isinstance(error, FileNotFoundError):
                 raise  # a local file
             absent = FileNotFoundError(name)
-            raised = translate_error(error, self.url / name, self._subject) if _no_bucket(error) else absent
+            no_bucket = names_missing_bucket(str(error))
+            raised = translate_error(error, self.url / name, self._subject) if no_bucket else absent
         except Exception as error:  # noqa: BLE001 - translate_error distinguishes them
             raised = translate_error(error, self.url / name, self._subject)
-            if "status code: 501" in str(error):  # a store without conditional writes
-                raised = NotImplementedError(name)
         if isinstance(raised, TransientError):
             return raised
         raise raised
-
-
-def _no_bucket(error: Exception) -> bool:
-    return any(code in str(error) for code in ("NoSuchBucket", "NoSuchContainer", "ContainerNotFound"))
 
 
 def _version(meta: Any) -> ObjectVersion:

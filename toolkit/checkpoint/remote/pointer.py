@@ -203,6 +203,18 @@ def writer_error(url: str, other: Writer | None) -> ConfigError:
     )
 
 
+def removed_pointer_error(url: str) -> ConfigError:
+    """Return the error for a pointer that was removed while this attempt wrote to the store."""
+    return ConfigError(
+        Problem(
+            CHECKPOINT_URL,
+            f"{CHECKPOINT_URL}={url}: the pointer {POINTER} was removed while this run was writing there",
+            "nothing but the run that writes below a URL removes objects there",
+            "find out what removes objects; to continue from the run's folder, write another checkpoint.url",
+        )
+    )
+
+
 def removable_folders(
     names: Iterable[str],
     current: StoredCheckpoint,

@@ -39,6 +39,7 @@ from toolkit.checkpoint.remote.pointer import (
     hash_manifest,
     parse_pointer,
     removable_folders,
+    removed_pointer_error,
     writer_error,
 )
 from toolkit.checkpoint.remote.upload_folder import UploadFolder, WantedUpload
@@ -330,7 +331,9 @@ class Uploader:
         other = None
         try:
             found = self._objects.read(POINTER)
-            other = None if found is None else parse_pointer(found[0], POINTER).writer
+            if found is None:
+                return removed_pointer_error(self._objects.url)
+            other = parse_pointer(found[0], POINTER).writer
         except (DamagedFile, OSError, UserError):  # who it was is only part of the message
             pass
         return writer_error(self._objects.url, other)
