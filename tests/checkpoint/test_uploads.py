@@ -42,6 +42,7 @@ from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import verify
 from toolkit.config.reshard import ReshardAction, ReshardConfig
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.remote.objects import StoredObject, StoreObjects
 
 PREFIX = "runs/mine"
 
@@ -151,6 +152,21 @@ def test_an_object_that_differs_from_what_was_sent_stops_the_commit(store: Store
     assert run.close()
     assert any("differ from what was sent" in text for text in delays)
     check_loads(url_of(store), 1)
+
+
+def test_a_store_that_never_has_what_was_sent_ends_the_wait_for_the_last_checkpoint(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "END_OUTAGE_SECONDS", 0.5)
+    monkeypatch.setattr(upload, "MAX_PAUSE_SECONDS", 0.05)
+
+    def lose(phase: UploadPhase) -> None:
+        if phase is UploadPhase.VERIFY:
+            next((store.root / PREFIX).glob("step-*/part-00001*")).write_bytes(b"of another size")
+
+    run = UploadingRun(tmp_path / "run", url_of(store), on_phase=lose)
+    run.save(1)
+    assert not run.close(), "although no rank fails to send its part"
 
 
 def test_a_file_that_was_damaged_on_disk_is_not_uploaded(store: Store, tmp_path: Path) -> None:
@@ -299,6 +315,30 @@ def test_an_older_attempt_that_is_still_alive_is_refused(store: Store, tmp_path:
     second.save(3)
     assert second.close()
     check_loads(url_of(store), 3)
+
+
+def test_an_attempt_that_was_paused_removes_nothing_once_another_writes(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is paused after it has replaced the pointer. Control: attempts that are not remove step 1."""
+    list_objects, claims = StoreObjects.listing, [1]
+
+    def claim_first(objects: StoreObjects, folder: str = "") -> list[StoredObject]:
+        if not folder and claims and (run.checkpoints / "step-00000002").exists():
+            claims.clear()
+            shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")
+            UploadingRun(tmp_path / "elsewhere", url_of(store), 2)
+        return list_objects(objects, folder)
+
+    run = UploadingRun(tmp_path / "run", url_of(store), keep_last=1)
+    run.save(1)
+    run.wait_until_sent()
+    monkeypatch.setattr(StoreObjects, "listing", claim_first)
+    run.save(2)
+    run.close()
+    with pytest.raises(ConfigError, match=r"attempt 2 of run .* has replaced the pointer"):
+        raise run.uploaders[0].error or AssertionError
+    assert folders(store) == ["step-00000001", "step-00000002"]
 
 
 def test_a_fresh_folder_continues_and_the_abandoned_one_is_refused(store: Store, tmp_path: Path) -> None:
@@ -487,7 +527,7 @@ def test_retention_keeps_what_the_rule_keeps_and_removes_leftovers() -> None:
     assert removed(sound=[10, 20, 40]) == sorted([folder(10), folder(20), folder(30), dead])
     assert removed(sound=[10, 20, 40], agreed=25) == sorted([folder(10), folder(30), dead])
     now = StoredCheckpoint(30, "a" * 32)
-    assert removed(sound=[20, 40]) == [folder(10), dead], "a later one belongs to an abandoned state"
+    assert removed(sound=[20, 40]) == [folder(10)], "later ones are of an abandoned state or another attempt"
     scalars = {"hooks": {"checkpoint.keep_best": {"saved": [[10, 0.5], [30, 0.6]]}}}
     assert best_steps(scalars) == [10, 30]
     assert best_steps({}) == []

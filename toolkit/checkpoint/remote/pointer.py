@@ -228,7 +228,8 @@ def removable_folders(
     """Return the folders of a store that may be removed once the pointer names ``current``.
 
     Those of complete checkpoints follow the rule of the run directory (``directory.removable_steps``).
-    Leftovers of dead uploads, which have no manifest, are removed.
+    Leftovers of dead uploads, which have no manifest, are removed up to that step: a later one may be in
+    progress, if another attempt has replaced the pointer meanwhile.
 
     Args:
         names: Every object below the URL.
@@ -263,7 +264,7 @@ def removable_folders(
     return sorted(
         folder
         for folder, step in steps.items()
-        if folder != current.folder and (folder not in complete or step in gone)
+        if folder != current.folder and (step in gone if folder in complete else step <= current.step)
     )
 
 

@@ -124,6 +124,7 @@ class Uploader:
         self._closing, self._give_up = threading.Event(), threading.Event()
         self._wake = threading.Event()
         self._failing_since: float | None = None  # of rank 0
+        self._differs = False  # of rank 0: objects of the current checkpoint differed from what was sent
         if state is not None:
             for rank in self._folder.failing_ranks():  # in an earlier attempt
                 self._folder.clear_failing(rank)
@@ -266,7 +267,7 @@ class Uploader:
             if self._give_up.is_set():
                 raise IncompleteUpload("there is no time left")
             failing = self._folder.failing_ranks()
-            if not failing:
+            if not failing and not self._differs:
                 self._failing_since = None
             elif time.monotonic() - reported > MAX_PAUSE_SECONDS:
                 reported = time.monotonic()
@@ -285,13 +286,15 @@ class Uploader:
             if entry is None or entry.bytes != record.bytes or not _same_version(sent, entry.version):
                 wrong.append(record.file)
                 self._folder.remove_record(stored, record)
+        self._differs = bool(wrong)
         if wrong:
             raise IncompleteUpload(f"{', '.join(wrong[:3])} of {stored.folder} differ from what was sent")
 
     def _apply_retention(self, stored: StoredCheckpoint, written: Manifest) -> None:
+        assert self._state is not None
         names = [entry.name for entry in self._objects.listing()]
         self._soundness[stored.folder] = written.scalars.get(SOUND) is True
-        for folder in removable_folders(
+        removable = removable_folders(
             names,
             stored,
             keep_last=self._settings.keep_last,
@@ -299,7 +302,13 @@ class Uploader:
             is_sound=self._is_sound,
             agreed=agreed_step(written.scalars),
             best=best_steps(written.scalars),
-        ):
+        )
+        # A process that was paused since it replaced the pointer must not remove what a newer attempt writes.
+        if removable:
+            found = self._objects.read(POINTER)
+            if found is None or found[0] != self._state.pointer.encode():
+                raise Conflict(POINTER)
+        for folder in removable:
             # The manifest first: what is left is not mistaken for a checkpoint.
             objects = sorted(
                 (name for name in names if name.startswith(f"{folder}/")),
