@@ -151,6 +151,7 @@ def test_an_object_that_differs_from_what_was_sent_stops_the_commit(store: Store
     run.save(1)
     assert run.close()
     assert any("differ from what was sent" in text for text in delays)
+    assert run.uploaders[0].upload_seconds > 0
     check_loads(url_of(store), 1)
 
 

@@ -25,13 +25,17 @@ from toolkit.train.budget import ENDING_SECONDS, BudgetWatch, StopCosts
 
 
 def test_needed_time_counts_what_may_come_before_the_end() -> None:
-    costs = StopCosts(step=10.0, evaluation=20.0, save=3.0, ending=5.0)
-    assert costs.needed(evaluation_due=False) == 10 + 20 + 2 * 3 + 5
-    assert costs.needed(evaluation_due=True) == 10 + 40 + 2 * 3 + 5
+    costs = StopCosts(step=10.0, evaluation=20.0, save=3.0, upload=100.0, ending=5.0)
+    assert costs.needed(evaluation_due=False) == 10 + 20 + 2 * (3 + 100) + 5
+    assert costs.needed(evaluation_due=True) == 10 + 40 + 2 * (3 + 100) + 5
 
 
 def watch(
-    clock: FakeClock, earlier: Sequence[AttemptUsage] = (), every: int = 4, **budget_keys: object
+    clock: FakeClock,
+    earlier: Sequence[AttemptUsage] = (),
+    every: int = 4,
+    upload: float = 0.0,
+    **budget_keys: object,
 ) -> BudgetWatch:
     """The watch of an attempt on two ranks that began 50 s ago."""
     plan = tiny_plan(ranks=2, eval__every=every, eval__batches=3)
@@ -42,6 +46,7 @@ def watch(
         earlier,
         began=clock.now - 50.0,
         save_seconds=lambda: 2.0,
+        upload_seconds=lambda: upload,
         clock=clock,
         now=lambda: datetime.fromtimestamp(clock.now, UTC),
     )
@@ -70,6 +75,12 @@ def test_run_stops_before_the_limit_with_time_for_step_evaluation_and_save() -> 
     assert watched.reason.startswith("budget.gpu_hours=1: 0.9611 are used")
     assert "to continue, raise budget.gpu_hours" in watched.reason
     assert ended_by_budget(RunState.STOPPED, watched.reason)
+
+
+def test_time_for_uploads_is_kept() -> None:
+    without, slow = FakeClock(), FakeClock()
+    steps = steps_until_stop(watch(without, gpu_hours=1.0), without)
+    assert steps - steps_until_stop(watch(slow, gpu_hours=1.0, upload=100.0), slow) == 2 * 100 / 10
 
 
 def test_earlier_attempts_count_with_their_ranks() -> None:
@@ -103,7 +114,9 @@ def test_slow_start_and_pauses_do_not_count_as_steps() -> None:
         watched.on_eval({"seconds": seconds})
     clock.now += 10.0 + 7.0 + 42.0
     assert not watched.spent(2)
-    assert watched.costs() == StopCosts(step=10.0, evaluation=42.0, save=7.0, ending=ENDING_SECONDS)
+    assert watched.costs() == StopCosts(
+        step=10.0, evaluation=42.0, save=7.0, upload=0.0, ending=ENDING_SECONDS
+    )
 
 
 def test_without_evaluation_none_is_planned() -> None:

@@ -26,23 +26,25 @@ ENDING_SECONDS = 5.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopCosts:
     """The seconds that a run may still take: for a step with what follows it, an evaluation of all sets, a
-    save, and the end after the last save.
+    save, the upload of a checkpoint, and the end after the last save.
     """
 
     step: float
     evaluation: float
     save: float
+    upload: float
     ending: float
 
     def needed(self, *, evaluation_due: bool) -> float:
         """Return the seconds until the end if the run makes one more step, evaluates, saves and stops.
 
-        One more save counts, which may be due now or still in the background.
+        One more save and upload count, which may be due now or still in the background.
 
         Args:
             evaluation_due: an evaluation comes before that step.
         """
-        return self.step + (1 + evaluation_due) * self.evaluation + 2 * self.save + self.ending
+        saving = 2 * (self.save + self.upload)
+        return self.step + (1 + evaluation_due) * self.evaluation + saving + self.ending
 
 
 class BudgetWatch(Hook, SaveObserver):
@@ -52,6 +54,7 @@ class BudgetWatch(Hook, SaveObserver):
         earlier: the attempts before this one.
         began: start of this attempt, in seconds since 1970.
         save_seconds: returns the expected duration of a save; None if nothing is known about it.
+        upload_seconds: returns the duration of the last upload; 0 if there was none.
         evaluation_seconds: the last evaluation of all sets in an earlier attempt; None if there was none.
         clock, now: seconds on a clock that is never set, and the date.
 
@@ -66,12 +69,14 @@ class BudgetWatch(Hook, SaveObserver):
         *,
         began: float,
         save_seconds: Callable[[], float | None],
+        upload_seconds: Callable[[], float] = lambda: 0.0,
         evaluation_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.reason: str | None = None
         self._plan, self._clock, self._now, self._save_seconds = plan, clock, now, save_seconds
+        self._upload_seconds = upload_seconds
         self._hours_before = device_hours(earlier)
         self._began = clock() - max(0.0, now().timestamp() - began)
         self._steps: deque[float] = deque(maxlen=STEPS)
@@ -134,6 +139,7 @@ class BudgetWatch(Hook, SaveObserver):
             step=step,
             evaluation=seconds if evaluation.every else 0.0,
             save=max(*self._saves, self._save_seconds() or 0.0, 0.0),
+            upload=self._upload_seconds(),
             ending=self._ending,
         )
 

@@ -154,9 +154,10 @@ def build_hooks(
     )
     if goodput is not None:
         hooks.add(goodput)
+    uploads = build_uploads(training)
     budget = None
     if goodput is not None and plan.config.budget.is_set:
-        budget = _build_budget(training, deadline, goodput)
+        budget = _build_budget(training, deadline, goodput, uploads)
         hooks.add(budget)
         observers.append(budget)
     for name, hook in build_user_hooks(
@@ -178,7 +179,6 @@ def build_hooks(
     soundness = Soundness(plan.config.train)
     hooks.add(soundness, "train.soundness")
     hooks.add(_build_evaluation(training, hooks))
-    uploads = build_uploads(training)
 
     def checkpoints_in_use() -> list[int]:
         uploading = uploads.uploader.steps_in_use() if uploads is not None else ()
@@ -243,7 +243,9 @@ def _build_auto_interval(training: Training, timer: SaveTimer, goodput: GoodputT
     return AutoInterval(plan, usage, began=goodput.began, apply=apply)
 
 
-def _build_budget(training: Training, deadline: SaveDeadline, goodput: GoodputTracker) -> BudgetWatch:
+def _build_budget(
+    training: Training, deadline: SaveDeadline, goodput: GoodputTracker, uploads: CheckpointUploads | None
+) -> BudgetWatch:
     directory = training.context.directory
     evaluations = {row["set"]: row["seconds"] for row in read_rows(directory.eval_file)}
 
@@ -256,6 +258,7 @@ def _build_budget(training: Training, deadline: SaveDeadline, goodput: GoodputTr
         read_usage(directory, before=training.context.attempt),
         began=goodput.began,
         save_seconds=save_seconds,
+        upload_seconds=lambda: 0.0 if uploads is None else uploads.uploader.upload_seconds,
         evaluation_seconds=sum(evaluations.values()) if evaluations else None,
     )
 

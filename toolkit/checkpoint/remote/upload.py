@@ -103,6 +103,7 @@ class Uploader:
 
     Attributes:
         error: Why this run may not write any more; the caller ends the run with it.
+        upload_seconds: Duration of the last complete upload, on rank 0; 0: there was none.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Uploader:
         on_delay: Callable[[str, float], None] = lambda failure, seconds: None,
     ) -> None:
         self.error: UserError | None = None
+        self.upload_seconds = 0.0
         self._objects, self._settings, self._state, self._on_delay = objects, settings, state, on_delay
         self._folder = UploadFolder(settings.folder)
         self._newest: Path | None = None  # the checkpoint to send next, of rank 0
@@ -229,6 +231,7 @@ class Uploader:
             version = self._objects.replace(POINTER, pointer.encode(), self._state.version)
             self._state = StoreState(pointer, version)
             size, seconds = sum(record.bytes for record in written.files), time.monotonic() - begin
+            self.upload_seconds = seconds
             log.info(
                 f"step {stored.step} is in {self._objects.url / stored.folder}: {quantity(size, 'B')} in "
                 f"{duration(seconds)}"
