@@ -43,7 +43,7 @@ STEPS_BEFORE_A_KILL = 12  # of an attempt; not a multiple of MEMORY_EVERY, so st
 
 
 @dataclass(frozen=True)
-class Contender:
+class RestartContender:
     torchrun: bool = False  # starts the ranks, not plain python
     standbys: int = 0
     memory_every: int = 0  # steps between snapshots in memory; 0: none
@@ -58,12 +58,12 @@ class Contender:
 
 
 CONTENDERS = {
-    "torchrun": Contender(torchrun=True),
-    "relayed": Contender(torchrun=True, standbys=RANKS),
-    "relayed_memory": Contender(torchrun=True, standbys=RANKS, memory_every=MEMORY_EVERY),
-    "cold": Contender(),
-    "warm": Contender(standbys=RANKS),
-    "memory": Contender(standbys=RANKS, memory_every=MEMORY_EVERY),
+    "torchrun": RestartContender(torchrun=True),
+    "relayed": RestartContender(torchrun=True, standbys=RANKS),
+    "relayed_memory": RestartContender(torchrun=True, standbys=RANKS, memory_every=MEMORY_EVERY),
+    "cold": RestartContender(),
+    "warm": RestartContender(standbys=RANKS),
+    "memory": RestartContender(standbys=RANKS, memory_every=MEMORY_EVERY),
 }
 
 

@@ -30,12 +30,10 @@ from toolkit.checkpoint.remote.pointer import (
     StoreClaim,
     StoredCheckpoint,
     Writer,
-    agreed_step,
-    best_steps,
     claimed_pointer,
     parse_pointer,
-    removable_folders,
 )
+from toolkit.checkpoint.remote.retention import agreed_step, best_steps, removable_folders
 from toolkit.checkpoint.remote.upload import Uploader, UploadPhase, poll_seconds
 from toolkit.checkpoint.remote.upload_folder import UploadFolder
 from toolkit.checkpoint.source import open_source

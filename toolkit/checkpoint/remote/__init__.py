@@ -10,6 +10,6 @@ a writer killed at any moment leaves the earlier checkpoint loadable. The folder
 a step that is repeated with another result never overwrites a checkpoint.
 
 ``pointer.py`` decides who may write and what the pointer names, ``source.py`` opens a checkpoint,
-``files.py`` reads ranges of its files, ``upload.py`` sends one, and its ranks coordinate through
-``upload_folder.py``.
+``files.py`` reads ranges of its files, ``upload.py`` sends one, its ranks coordinate through
+``upload_folder.py``, and ``retention.py`` removes old ones.
 """

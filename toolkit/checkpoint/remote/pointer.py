@@ -8,13 +8,12 @@ the version that it replaces, so an older attempt that is still alive is refused
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import xxhash
 
 from toolkit.checkpoint.catalog import DamagedFile
-from toolkit.checkpoint.directory import removable_steps
 from toolkit.checkpoint.manifest import NAME as MANIFEST
 from toolkit.checkpoint_folder import step_name, step_of
 from toolkit.errors import CheckpointError, ConfigError, Problem
@@ -213,78 +212,6 @@ def removed_pointer_error(url: str) -> ConfigError:
             "find out what removes objects; to continue from the run's folder, write another checkpoint.url",
         )
     )
-
-
-def removable_folders(
-    names: Iterable[str],
-    current: StoredCheckpoint,
-    *,
-    keep_last: int,
-    keep_every: int,
-    is_sound: Callable[[str], bool],
-    agreed: int | None = None,
-    best: Iterable[int] = (),
-) -> list[str]:
-    """Return the folders of a store that may be removed once the pointer names ``current``.
-
-    Those of complete checkpoints follow the rule of the run directory (``directory.removable_steps``).
-    Leftovers of dead uploads, which have no manifest, are removed up to that step: a later one may be in
-    progress, if another attempt has replaced the pointer meanwhile.
-
-    Args:
-        names: Every object below the URL.
-        current: The checkpoint of the pointer.
-        keep_last, keep_every, best: See ``directory.removable_steps``.
-        is_sound: Takes the folder of a complete checkpoint. It may read the manifest, so it is asked about
-            the newest ones only, until one is sound.
-        agreed: The step of the last check in which all ranks agreed. The newest sound checkpoint up to it
-            stays too. None: no check is known.
-    """
-    objects = list(names)
-    folders = {name.partition("/")[0] for name in objects if "/" in name}
-    steps = {folder: step for folder in folders if (step := folder_step(folder)) is not None}
-    complete = steps_with_manifest(objects)
-
-    def newest_sound(up_to: int) -> int | None:
-        newest_first = sorted(complete.items(), key=lambda item: item[1], reverse=True)
-        return next((step for folder, step in newest_first if step <= up_to and is_sound(folder)), None)
-
-    confirmed = None if agreed is None else newest_sound(min(agreed, current.step))
-    gone = set(
-        removable_steps(
-            set(complete.values()),
-            set(complete.values()),
-            saved=current.step,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            best={*best, *(() if confirmed is None else (confirmed,))},
-            sound=newest_sound(current.step),
-        )
-    )
-    return sorted(
-        folder
-        for folder, step in steps.items()
-        if folder != current.folder and (step in gone if folder in complete else step <= current.step)
-    )
-
-
-def best_steps(scalars: Mapping[str, object]) -> list[int]:
-    """Return the steps of the best checkpoints that a checkpoint records (``checkpoint.keep_best``)."""
-    saved = _hook_state(scalars, "checkpoint.keep_best").get("saved")
-    return [int(step) for step, _ in saved] if isinstance(saved, list) else []
-
-
-def agreed_step(scalars: Mapping[str, object]) -> int | None:
-    """Return the step of the last check in which all ranks agreed (``monitor.computation_every``), which a
-    checkpoint records; None if it records none."""
-    step = _hook_state(scalars, "monitor.computation_every").get("equal_at")
-    return step if isinstance(step, int) else None
-
-
-def _hook_state(scalars: Mapping[str, object], name: str) -> Mapping[str, object]:
-    hooks = scalars.get("hooks")
-    state = hooks.get(name) if isinstance(hooks, Mapping) else None
-    return state if isinstance(state, Mapping) else {}
 
 
 def lost_pointer_error(url: str, newest: str | None) -> CheckpointError:

@@ -34,16 +34,13 @@ from toolkit.checkpoint.remote.pointer import (
     POINTER,
     Pointer,
     StoredCheckpoint,
-    agreed_step,
-    best_steps,
     hash_manifest,
     parse_pointer,
-    removable_folders,
     removed_pointer_error,
     writer_error,
 )
+from toolkit.checkpoint.remote.retention import StoreRetention
 from toolkit.checkpoint.remote.upload_folder import UploadFolder, WantedUpload
-from toolkit.checkpoint.scalars import SOUND
 from toolkit.checkpoint_folder import step_of
 from toolkit.errors import UserError
 from toolkit.progress import duration, quantity, report_progress
@@ -117,12 +114,17 @@ class Uploader:
         self.upload_seconds = 0.0
         self._objects, self._settings, self._state, self._on_delay = objects, settings, state, on_delay
         self._folder = UploadFolder(settings.folder)
+        self._retention = StoreRetention(
+            objects,
+            keep_last=settings.keep_last,
+            keep_every=settings.keep_every,
+            on_delete=lambda: settings.on_phase(UploadPhase.RETENTION),
+        )
         self._newest: Path | None = None  # the checkpoint to send next, of rank 0
         self._lock = threading.Lock()  # of _newest, and whether it is pending
         self._in_use: int | None = None
         self._number = 0
         # By folder of the store, which is named after the manifest's hash: it never changes.
-        self._soundness: dict[str, bool] = {}
         self._closing, self._give_up = threading.Event(), threading.Event()
         self._wake = threading.Event()
         self._failing_since: float | None = None  # of rank 0
@@ -239,7 +241,8 @@ class Uploader:
         with self._lock:
             if self._newest is None:
                 self._folder.clear_pending()
-        self._apply_retention(stored, written)
+        self._retention.apply(self._state.pointer, stored, written.scalars)
+        self._folder.keep_only(stored)
         self._failing_since = None
 
     def _announce(self, checkpoint: Path | None, stored: StoredCheckpoint | None = None) -> None:
@@ -292,46 +295,6 @@ class Uploader:
         self._differs = bool(wrong)
         if wrong:
             raise IncompleteUpload(f"{', '.join(wrong[:3])} of {stored.folder} differ from what was sent")
-
-    def _apply_retention(self, stored: StoredCheckpoint, written: Manifest) -> None:
-        assert self._state is not None
-        names = [entry.name for entry in self._objects.listing()]
-        self._soundness[stored.folder] = written.scalars.get(SOUND) is True
-        removable = removable_folders(
-            names,
-            stored,
-            keep_last=self._settings.keep_last,
-            keep_every=self._settings.keep_every,
-            is_sound=self._is_sound,
-            agreed=agreed_step(written.scalars),
-            best=best_steps(written.scalars),
-        )
-        # A process that was paused since it replaced the pointer must not remove what a newer attempt writes.
-        if removable:
-            found = self._objects.read(POINTER)
-            if found is None or found[0] != self._state.pointer.encode():
-                raise Conflict(POINTER)
-        for folder in removable:
-            # The manifest first: what is left is not mistaken for a checkpoint.
-            objects = sorted(
-                (name for name in names if name.startswith(f"{folder}/")),
-                key=lambda name: not name.endswith(f"/{manifest.NAME}"),
-            )
-            for name in objects:
-                self._settings.on_phase(UploadPhase.RETENTION)
-                self._objects.delete(name)
-        self._folder.keep_only(stored)
-
-    def _is_sound(self, folder: str) -> bool:
-        if folder not in self._soundness:
-            name = f"{folder}/{manifest.NAME}"
-            found = self._objects.read(name)
-            try:
-                scalars = manifest.parse(found[0], self._objects.url / name).scalars if found else {}
-            except DamagedFile:
-                scalars = {}
-            self._soundness[folder] = scalars.get(SOUND) is True
-        return self._soundness[folder]
 
     def _report_failure(self, failure: str) -> None:
         now = time.monotonic()
