@@ -141,6 +141,15 @@ def test_wait_for_abort_times_out(threads: ThreadPoolExecutor) -> None:
     assert not ranks.meetings[1].wait_for_abort(0.1)
 
 
+def test_without_a_store_a_failed_rank_soon_reports_its_error_itself() -> None:
+    began = time.monotonic()
+    for rank in (1, 2):  # rank 0 was killed before it served the store
+        assert not Ranks(3).meetings[rank].wait_for_abort(0.3)
+        with pytest.raises(TimeoutError, match=r"waited 0\.3 s for the store"):
+            Ranks(3).meetings[rank].is_first("report", 0.3)
+    assert time.monotonic() - began < 5
+
+
 def test_receive_times_out() -> None:
     ranks = Ranks(2)
     began = time.monotonic()

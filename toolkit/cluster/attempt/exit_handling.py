@@ -30,7 +30,7 @@ LOST_CONNECTION = "the connection to another rank was lost: that rank has ended 
 LOST_CONNECTION_MESSAGES = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 TAKE_OVER_SECONDS = 1.0  # how long another rank waits for the lock of a dying rank 0
 POLL_SECONDS = 0.05
-PEER_ERROR_SECONDS = 3.0  # how long another rank waits for rank 0 to report the same mistake
+PEER_ERROR_SECONDS = 3.0  # how long a rank waits for another one to report the same mistake or failure
 
 
 def _describe_error(error: BaseException) -> str:
@@ -305,6 +305,6 @@ class ExitHandler:
         if self.rendezvous is None:
             return True
         try:
-            return self.rendezvous.is_first("report")
+            return self.rendezvous.is_first("report", PEER_ERROR_SECONDS)
         except (RuntimeError, TimeoutError, InputError):  # the store has gone, or was never opened
             return None

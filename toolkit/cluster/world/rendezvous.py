@@ -118,16 +118,18 @@ class Rendezvous:
 
     def wait_for_abort(self, seconds: float) -> bool:
         """Return whether another rank aborts this one within ``seconds``; True if the store has gone with its
-        rank.
+        rank, False if there is none.
         """
         deadline = time.monotonic() + seconds
         try:
-            while not self._store().check([ERROR]):
+            while not self._store(seconds).check([ERROR]):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(POLL_SECONDS)
         except RuntimeError:  # raised by torch.distributed
             return True
+        except (InputError, TimeoutError):
+            return False
         return True
 
     @property
@@ -135,11 +137,17 @@ class Rendezvous:
         """Whether this process is connected to the store. Opening it loads torch."""
         return self._kv_store is not None
 
-    def is_first(self, name: str) -> bool:
-        """Return whether this rank is the first to call this with ``name``. Raises RuntimeError if the store
-        has gone.
+    def is_first(self, name: str, seconds: float) -> bool:
+        """Return whether this rank is the first to call this with ``name``.
+
+        Args:
+            seconds: how long to wait for the store, if it is not open.
+
+        Raises:
+            RuntimeError: the store has gone.
+            TimeoutError: it does not exist.
         """
-        return self._store().add(f"first/{name}", 1) == 1
+        return self._store(seconds).add(f"first/{name}", 1) == 1
 
     # ---- the process group
 
@@ -179,7 +187,7 @@ class Rendezvous:
             import torch.distributed as dist
 
             key = (self._launch.address, self._launch.port, self._launch.rank)
-            opened = _OPEN_STORES.get(key) or self._open()
+            opened = _OPEN_STORES.get(key) or self._open(seconds)
             if self._launch.launcher is not Launcher.NONE:
                 _OPEN_STORES[key] = opened
             store = dist.PrefixStore(self._prefix, opened)
@@ -210,7 +218,7 @@ class Rendezvous:
         store.add(f"{name}/here", 1)
         return name
 
-    def _open(self) -> Store:
+    def _open(self, seconds: float | None = None) -> Store:
         import torch.distributed as dist
 
         if self._launch.launcher is Launcher.NONE:
@@ -246,7 +254,8 @@ class Rendezvous:
                 ) from error
         # Probe the port first to avoid the warnings that the store's client prints while nothing listens.
         door = _PortProbe(address, port)
-        self._wait(door, f"the store at {address}:{port}, served by rank 0 or its launcher", why=door.why)
+        what = f"the store at {address}:{port}, served by rank 0 or its launcher"
+        self._wait(door, what, seconds, why=door.why)
         return dist.TCPStore(address, port, is_master=False, timeout=timeout)
 
     def _wait(
