@@ -53,15 +53,21 @@ def _try_lock(descriptor: int, owner: Mapping[str, Any] | None) -> bool:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
             raise
         # The file system has no locks: trust the recorded owner if it is on this machine.
-        return owner is None or owner["host"] != socket.gethostname() or not _alive(owner["pid"])
+        return owner is None or owner["host"] != socket.gethostname() or has_ended(owner)
     return True
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+def has_ended(owner: Mapping[str, Any]) -> bool:
+    """Return whether the recorded owner is known to have ended: only processes of this host are known.
+
+    Its children, which have inherited the lock, may live.
+    """
+    if owner["host"] != socket.gethostname():
         return False
-    except PermissionError:
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
         return True
-    return True
+    except PermissionError:
+        return False
+    return False
