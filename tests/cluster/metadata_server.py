@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -48,3 +51,28 @@ def serve_metadata() -> Iterator[Metadata]:
     finally:
         server.http.shutdown()
         server.http.server_close()
+
+
+def preemption_answers(cloud: str, seconds: float = 120) -> dict[str, tuple[str, Mapping[str, str]]]:
+    """Return the responses of a cloud that takes this machine back in ``seconds``."""
+    at = datetime.now(UTC) + timedelta(seconds=seconds)
+    if cloud == "gce":
+        return {"/computeMetadata/v1/instance/preempted": ("TRUE", {"Metadata-Flavor": "Google"})}
+    if cloud == "aws":
+        notice = {"action": "terminate", "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        return {
+            "/latest/api/token": ("secret", {}),
+            "/latest/meta-data/spot/instance-action": (
+                json.dumps(notice),
+                {"X-aws-ec2-metadata-token": "secret"},
+            ),
+        }
+    assert cloud == "azure"
+    event = {"EventType": "Preempt", "Resources": ["this"], "NotBefore": format_datetime(at, usegmt=True)}
+    return {
+        "/metadata/instance/compute/name?api-version=2021-02-01&format=text": ("this", {"Metadata": "true"}),
+        "/metadata/scheduledevents?api-version=2020-07-01": (
+            json.dumps({"Events": [event]}),
+            {"Metadata": "true"},
+        ),
+    }

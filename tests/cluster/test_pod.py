@@ -16,7 +16,7 @@ import pytest
 
 from toolkit.cluster.jobs import pod
 from toolkit.cluster.jobs.pod import LEFT_RUN
-from toolkit.cluster.jobs.requeue import JobBaseline, StopSignal
+from toolkit.cluster.jobs.requeue import JobBaseline, JobOutcome, StopSignal, decide_requeue
 from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.compose import to_yaml
 from toolkit.config.schema import RunConfig, RunSection
@@ -122,6 +122,24 @@ def test_checkpoint_of_earlier_start_is_not_progress(tmp_path: Path, monkeypatch
 def test_status_of_earlier_start_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(tmp_path, monkeypatch, "refused") == ExitCode.USER
     assert run(tmp_path, monkeypatch, "none") == ExitCode.FAILURE  # control: 2 if the old status were used
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [(StopSignal.TERM, ExitCode.FAILURE), (StopSignal.NONE, ExitCode.USER)],  # counted; the control
+)
+def test_pod_that_had_no_time_to_save_is_restarted(asked: StopSignal, code: ExitCode) -> None:
+    before = JobBaseline(attempt=1, checkpoint="step-00000001")
+    outcome = JobOutcome(
+        asked=asked,
+        code=1,
+        attempt=2,
+        state=RunState.FAILED,
+        reason="rank 0 did not end in time after the stop and was killed (cluster.grace_seconds)",
+        checkpoint=before.checkpoint,
+    )
+    decision = decide_requeue(before, outcome, restarts=3, requeue=True)
+    assert pod.choose_exit_code(decision, outcome, before) is code
 
 
 def test_pod_waits_for_final_status(tmp_path: Path) -> None:

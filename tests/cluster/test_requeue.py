@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.jobs import requeue
+from toolkit.cluster.jobs import requeue, slurm_controller
 from toolkit.cluster.jobs.requeue import JobBaseline, JobOutcome, NextAction, StopSignal, decide_requeue
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.errors import ExitCode
@@ -56,6 +57,8 @@ NEWER = "step-00000002"
         (ended(RunState.FAILED, checkpoint=NEWER), NextAction.REQUEUE, None),
         # its launcher has used cluster.restarts already
         (ended(RunState.FAILED), NextAction.END, ExitCode.FAILURE),
+        # saving took longer than cluster.grace_seconds, and after a stop the launcher restarts nothing
+        (ended(RunState.FAILED, asked=StopSignal.TERM), NextAction.REQUEUE, None),
         (replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=65), NextAction.END, ExitCode.DIVERGED),
         (
             replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=2),
@@ -68,7 +71,9 @@ NEWER = "step-00000002"
         (ended(RunState.FAILED, asked=StopSignal.INT), NextAction.END, ExitCode.FAILURE),
         # no attempt was started
         (ended(None, attempt=1, code=2), NextAction.END, ExitCode.USER),
-        (ended(RunState.STOPPED, attempt=1, code=1), NextAction.END, ExitCode.FAILURE),
+        (ended(RunState.STOPPED, attempt=1, code=2), NextAction.END, ExitCode.USER),
+        # a rendezvous without an answer, or a lost GPU: the run was accepted once
+        (ended(RunState.STOPPED, attempt=1, code=1), NextAction.REQUEUE, None),
         (ended(RunState.STOPPED, attempt=1, code=75, asked=StopSignal.TERM), NextAction.REQUEUE, None),
         (ended(RunState.STOPPED, attempt=1, code=75, asked=StopSignal.INT), NextAction.END, ExitCode.STOPPED),
         (ended(RunState.DONE, attempt=1, code=0), NextAction.END, ExitCode.DONE),
@@ -92,12 +97,28 @@ def test_without_requeue_every_end_is_final(end: JobOutcome) -> None:
     assert decide_requeue(BEFORE, end, restarts=3, requeue=False).next is NextAction.END
 
 
-def test_silent_ends_are_limited_and_progress_resets_them() -> None:
+def test_first_start_without_an_attempt_is_final() -> None:
+    decision = decide_requeue(JobBaseline(), ended(None, attempt=0), restarts=3, requeue=True)
+    assert (decision.next, decision.code) == (NextAction.END, ExitCode.FAILURE)
+
+
+@pytest.mark.parametrize(
+    ("state", "asked", "begins"),
+    [
+        (RunState.RUNNING, StopSignal.NONE, True),
+        (RunState.FAILED, StopSignal.TERM, True),
+        (RunState.STOPPED, StopSignal.NONE, False),  # of an earlier attempt
+    ],
+)
+def test_ends_without_progress_are_limited_and_progress_resets_them(
+    state: RunState, asked: StopSignal, begins: bool
+) -> None:
     before, decisions = BEFORE, []
     for attempt in range(2, 6):
-        decision = decide_requeue(before, ended(RunState.RUNNING, attempt=attempt), restarts=2, requeue=True)
+        end = ended(state, asked=asked, attempt=attempt if begins else before.attempt)
+        decision = decide_requeue(before, end, restarts=2, requeue=True)
         decisions.append(decision.next)
-        before = JobBaseline(attempt=attempt, checkpoint="step-00000001", fruitless=decision.fruitless)
+        before = JobBaseline(attempt=end.attempt, checkpoint="step-00000001", fruitless=decision.fruitless)
         if decision.next is NextAction.END:
             break
     assert decisions == [NextAction.REQUEUE, NextAction.REQUEUE, NextAction.END]
@@ -182,7 +203,7 @@ def test_silent_controller_is_asked_again(
     answers: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """``scontrol`` fails until it has been called ``answers`` times; three calls are made."""
-    monkeypatch.setattr(requeue, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(slurm_controller, "RETRY_SECONDS", 0.0)
     scontrol = folder.parents[2] / "scontrol"
     fails = f'[ "$(wc -l < {scontrol.parent}/asked)" -ge {answers} ] || exit 1\n'
     text = scontrol.read_text()
@@ -196,6 +217,45 @@ def test_silent_controller_is_asked_again(
     else:
         assert asked(folder) == [show, show, show]
         assert "remedy: scontrol requeue 7" in capfd.readouterr().err
+
+
+def fail_requests(folder: Path, failure: str) -> None:
+    """Let each first request of ``scontrol`` that changes the job fail."""
+    scontrol = folder.parents[2] / "scontrol"
+    once = (
+        f'[ "$1" = --oneliner ] || [ "$(grep -c "^$1" {scontrol.parent}/asked)" -ge 2 ] || {{ {failure}; }}\n'
+    )
+    scontrol.write_text(scontrol.read_text().replace("/asked\n", f"/asked\n{once}"))
+
+
+@pytest.mark.parametrize("failure", ["exit 1", "exec sleep 60"])
+def test_requests_to_change_the_job_are_repeated(
+    failure: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_controller, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(slurm_controller, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(requeue, "RETRY_SECONDS", 0.0)
+    fail_requests(folder, failure)
+    exclude_hosts(folder.parent.parent, [ExcludedHost(host="node7", step=3, reason="wrong")])
+    attempt(folder, 1, RunState.STOPPED)
+    assert requeue.main([str(folder), "--asked=TERM", "--code=1"]) == 75
+    show, update = "--oneliner show job 7", "update JobId=7 ExcNodeList=node7"
+    assert asked(folder) == [show, "requeue 7", show, "requeue 7", update, update]
+
+
+def test_job_that_is_cancelled_meanwhile_is_not_requeued(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm would also requeue a cancelled job."""
+    monkeypatch.setattr(requeue, "RETRY_SECONDS", 0.0)
+    fail_requests(folder, "exit 1")
+    scontrol = folder.parents[2] / "scontrol"
+    cancelled = f"grep -q requeue {scontrol.parent}/asked && JOB_STATE=COMPLETING\n"
+    scontrol.write_text(scontrol.read_text().replace("/asked\n", f"/asked\n{cancelled}"))
+    attempt(folder, 1, RunState.STOPPED)
+    assert requeue.main([str(folder), "--asked=TERM", "--code=1"]) == 75
+    assert asked(folder) == ["--oneliner show job 7", "requeue 7", "--oneliner show job 7"]
+    assert "already COMPLETING" in capfd.readouterr().out
 
 
 def test_done_job_ends(folder: Path) -> None:
@@ -222,8 +282,54 @@ def test_earlier_decisions_are_loaded(folder: Path) -> None:
         (2, "again", 1),
         (3, "end", 0),
     ]
-    # no newer attempt: it was not started
+    # no newer attempt: it was not started, which is one restart more
+    assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 75
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 1
+
+
+def test_part_of_a_recorded_decision_is_skipped(folder: Path) -> None:
+    """A write was interrupted, for example by a full disk."""
+    attempt(folder, 1, RunState.RUNNING)
+    assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 75
+    with (folder / "ends.jsonl").open("a") as file:
+        file.write('{"time": "2026-')
+    assert requeue.load_baseline(folder) == JobBaseline(attempt=1, fruitless=1)
+    attempt(folder, 2, RunState.RUNNING)
+    assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 1, "cluster.restarts=1"
+    assert requeue.load_baseline(folder) == JobBaseline(attempt=2), "control: the new line is complete"
+
+
+def test_job_is_requeued_if_its_decision_cannot_be_recorded(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    attempt(folder, 1, RunState.STOPPED)
+    (folder / "elsewhere").mkdir()
+    (folder / "ends.jsonl").symlink_to(folder / "elsewhere" / "absent" / "ends.jsonl")
+    assert requeue.main([str(folder), "--asked=TERM", "--code=1"]) == 75
+    assert asked(folder)[-1] == "requeue 7"
+    assert "the decision is not recorded" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_status_on_a_failing_file_system_is_read_again(
+    recovers: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt(folder, 1, RunState.DONE)
+    monkeypatch.setattr(requeue, "READ_SECONDS", 0.5)
+    status, errors = RunDirectory.status, [errno.ESTALE, errno.EIO]
+
+    def fail(directory: RunDirectory) -> Status | None:
+        if errors:
+            raise OSError(errors.pop() if recovers else errno.EIO, "failed")
+        return status(directory)
+
+    monkeypatch.setattr(RunDirectory, "status", fail)
+    if recovers:
+        assert requeue.main([str(folder), "--asked=none", "--code=0"]) == 0
+        assert not errors
+    else:
+        with pytest.raises(OSError, match="failed"):
+            requeue.main([str(folder), "--asked=none", "--code=0"])
 
 
 def test_late_status_is_waited_for(folder: Path) -> None:

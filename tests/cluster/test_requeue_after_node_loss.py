@@ -10,11 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.jobs import requeue_after_node_loss
-from toolkit.cluster.jobs.requeue_after_node_loss import BatchNodeState, main, parse_batch_node_state
+from toolkit.cluster.jobs import requeue_after_node_loss, slurm_controller
+from toolkit.cluster.jobs.requeue_after_node_loss import (
+    BatchNodeState,
+    main,
+    parse_batch_node_state,
+    parse_fields,
+)
 
 KEPT = "JobId=7 JobState=RUNNING NodeList=node[1-2] BatchHost=node1 NumNodes=2"
 LOST = "JobId=7 JobState=RUNNING NodeList=node2 BatchHost=node1 NumNodes=1"
+FINAL = f"{LOST} Requeue=0"
 PENDING = "JobId=7 JobState=PENDING NodeList= NumNodes=2"
 NO_ANSWER = "slurm_load_jobs error: Unable to contact slurm controller"
 
@@ -30,11 +36,11 @@ NO_ANSWER = "slurm_load_jobs error: Unable to contact slurm controller"
 )
 def test_state_of_the_batch_node(description: str, state: BatchNodeState) -> None:
     names = {"node[1-2]": ["node1", "node2"], "node2": ["node2"]}
-    assert parse_batch_node_state(description, names.__getitem__) is state
+    assert parse_batch_node_state(parse_fields(description), names.__getitem__) is state
 
 
 def test_node_is_not_lost_if_the_names_of_the_nodes_are_unknown() -> None:
-    assert parse_batch_node_state(LOST, lambda nodes: []) is BatchNodeState.KEPT
+    assert parse_batch_node_state(parse_fields(LOST), lambda nodes: []) is BatchNodeState.KEPT
 
 
 Slurm = Callable[..., Callable[[], list[str]]]
@@ -44,7 +50,8 @@ Slurm = Callable[..., Callable[[], list[str]]]
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     """Commands of Slurm that describe the job in turn and record what they are asked for."""
 
-    def install(*descriptions: str, requeue: int = 0) -> Callable[[], list[str]]:
+    def install(*descriptions: str, fails: str = "exit 1", times: int = 0) -> Callable[[], list[str]]:
+        """Let the first ``times`` requests to change the job fail."""
         calls = tmp_path / "calls"
         calls.touch()
         (tmp_path / "descriptions").write_text("".join(f"{text}\n" for text in descriptions))
@@ -55,9 +62,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
   *show*) line=$(head -n 1 {tmp_path}/descriptions); sed -i 1d {tmp_path}/descriptions
     [ "$line" != "{NO_ANSWER}" ] || exit 1
     echo "$line";;
-  *) echo "scontrol $*" >> {calls}; exit {requeue};;
+  *) echo "scontrol $*" >> {calls}; [ "$(wc -l < {calls})" -gt {times} ] || {fails};;
 esac""",
-            "scancel": f'echo "scancel $*" >> {calls}',
+            "scancel": f'echo "scancel $*" >> {calls}; [ "$(wc -l < {calls})" -gt {times} ] || {fails}',
         }
         for name, body in bodies.items():
             (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -83,14 +90,25 @@ def test_controller_that_does_not_answer_is_asked_again(slurm: Slurm) -> None:
     assert calls() == ["scontrol requeue 7"]
 
 
-def test_job_that_may_not_be_requeued_frees_its_nodes(slurm: Slurm) -> None:
-    calls = slurm(LOST, LOST, requeue=1)
+@pytest.mark.parametrize("fails", ["exit 1", "exec sleep 60"])
+def test_job_is_requeued_again_if_the_controller_does_not_answer(
+    fails: str, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_controller, "ANSWER_SECONDS", 1.0)
+    calls = slurm(LOST, LOST, LOST, fails=fails, times=2)
+    assert main(["node1:1"]) == 0
+    assert calls() == ["scontrol requeue 7"] * 3
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_job_that_may_not_be_requeued_frees_its_nodes(times: int, slurm: Slurm) -> None:
+    calls = slurm(FINAL, FINAL, times=times)
     main(["node1:1"])
-    assert calls() == ["scontrol requeue 7", "scancel 7"]
+    assert calls() == ["scancel 7"] * (times + 1)
 
 
 def test_job_that_another_node_has_requeued_is_left_alone(slurm: Slurm) -> None:
-    calls = slurm(LOST, PENDING, requeue=1)
+    calls = slurm(LOST, PENDING, times=1)
     main(["node1:1"])
     assert calls() == ["scontrol requeue 7"]
 

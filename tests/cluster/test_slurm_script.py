@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
 from toolkit.cluster.jobs.backends import slurm
 from toolkit.cluster.jobs.job import JobId, JobState, TrainingJob
 from toolkit.config.cluster import ClusterBackend, ClusterConfig, SlurmConfig
@@ -283,7 +284,7 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
     own = {
         "srun": 'note srun "$@"; while [[ "$1" == --* ]]; do shift; done; SLURM_NODEID=$NODE '
         'SLURMD_NODENAME=n$((NODE + 1)) "$@"',
-        "scancel": 'note scancel "$@"; [ -e "$NOTES/step" ] && kill -TERM "$(cat "$NOTES/step")"',
+        "scancel": 'note scancel "$@"; [ ! -e "$NOTES/step" ] || kill -TERM "$(cat "$NOTES/step")"',
         "scontrol": 'case "$*" in *hostnames*) printf "n1\\nn2\\n";;\n'
         '*) printf "NodeName=n%s Arch=x86_64 NodeAddr=10.0.0.%s Version=22\\n" 1 1 2 2;; esac',
         "python": 'case "$*" in *"cluster.jobs.requeue "*) note requeue "$@"; exit 75;;\n'
@@ -401,6 +402,23 @@ def test_script_forwards_signal_and_waits(
     assert ["scancel", "--signal=TERM", "12345"] in calls(stand_ins)
     assert calls(stand_ins)[-1][0] == "requeue"
     assert calls(stand_ins)[-1][-2:] == [f"--asked={asked}", "--code=75"]
+
+
+def test_signal_is_forwarded_again_if_the_controller_does_not_answer(
+    stand_ins: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "bin"
+    scancel = (folder / "scancel").read_text()
+    fails = '[ "$(grep -c ^scancel "$NOTES/calls")" -ge 3 ] || exit 1'
+    (folder / "scancel").write_text(scancel.replace('"$@"; ', f'"$@"; {fails}; '))
+    (folder / "sleep").write_text("#!/bin/bash\nexec /bin/sleep 0.05\n")
+    (folder / "sleep").chmod(0o755)
+    process = started(job(), {**stand_ins, "STEPS": "400"}, tmp_path)
+    wait_until((tmp_path / "step").exists)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=40)[0] == ""
+    assert [call[0] for call in calls(stand_ins)] == ["srun", "task", *["scancel"] * 3, "requeue"]
+    assert calls(stand_ins)[-1][-1] == "--code=75"
 
 
 def test_signal_during_setup_starts_no_task(stand_ins: dict[str, str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.metadata_server import Metadata
+from tests.cluster.metadata_server import Metadata, preemption_answers
 from tests.launch.processes import BIN, ROOT, RunningCommand, read_status, send_signal
 from tests.launch.tiny_runs import read_losses
 from toolkit.checkpoint_folder import committed_checkpoints
@@ -50,7 +50,7 @@ KEYS = (
     "monitor=files",
     "debug.threads=1",
 )
-ENGINES = {"deepspeed": ("zero=stage2",), "megatron": ("engine=megatron",)}
+ENGINES = {f"zero{stage}": (f"zero=stage{stage}",) for stage in range(4)} | {"megatron": ("engine=megatron",)}
 # Bounds on waiting, on a machine that is ten times slower than it should be.
 START_SECONDS, CHANGE_SECONDS, END_SECONDS = 600, 600, 600
 
@@ -224,24 +224,22 @@ def test_elastic_run_survives_loss_and_return_of_a_node(
 
 @pytest.mark.full
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("departure", ["notice", "agent"])
+@pytest.mark.parametrize("departure", ["gce", "aws", "azure", "agent"])
 def test_node_that_leaves_does_not_end_an_elastic_run(
     departure: str, data: Path, metadata: Metadata, unbroken: dict[int, float], tmp_path: Path
 ) -> None:
     """A cloud takes a machine back, or the kernel kills an agent: its rank saves, and the others go on."""
-    steps = STEPS if departure == "notice" else STEPS // 3  # the notice is read every five seconds
-    words = ("zero=stage1", "cluster.notice=gce", f"train.steps={steps}")
+    killed = departure == "agent"
+    steps = STEPS // 3 if killed else STEPS  # the notice is read every five seconds
+    words = ("zero=stage1", f"cluster.notice={'gce' if killed else departure}", f"train.steps={steps}")
     with elastic_nodes(tmp_path, data, *words) as nodes:
         first = nodes.start(TOOLKIT_METADATA_URL="http://127.0.0.1:9")
         second = nodes.start(TOOLKIT_METADATA_URL=metadata.url)
         nodes.wait_for_step(1, 3, START_SECONDS)
-        if departure == "notice":
-            metadata.answers["/computeMetadata/v1/instance/preempted"] = (
-                "TRUE",
-                {"Metadata-Flavor": "Google"},
-            )
-        else:
+        if killed:
             send_signal(signal.SIGKILL, second.process.pid)
+        else:
+            metadata.answers |= preemption_answers(departure)
         assert first.wait_for_exit(CHANGE_SECONDS + END_SECONDS) == 0, nodes.output
         assert second.wait_for_exit() != 0
         assert nodes.worlds == [2, 1]

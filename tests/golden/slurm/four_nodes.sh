@@ -5,7 +5,11 @@ asked=none  # the signal that asked this script to end
 ask() {
   asked=$1
   # srun would kill its tasks on SIGTERM; Slurm forwards the signal to them.
-  scancel --signal=TERM "$SLURM_JOB_ID"
+  # A controller that fails over does not answer for a while.
+  for _ in 1 2 3 4 5; do
+    scancel --signal=TERM "$SLURM_JOB_ID" && break
+    sleep 5
+  done
 }
 trap 'ask TERM' TERM  # the time limit or a preemption is near: save and requeue
 trap 'ask INT' INT    # the user stops the run: save without requeue

@@ -12,28 +12,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from toolkit.cluster.jobs.job import CONFIG_FILE, RECORD_FILE
+from toolkit.cluster.jobs.slurm_controller import RETRY_SECONDS, TRIES, ask_controller, call_controller
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
+from toolkit.rows import parse_row
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.excluded_hosts import read_excluded_hosts
 from toolkit.rundir.status import RunState, ended_by_budget
 
+T = TypeVar("T")
+
 ENDS_FILE = "ends.jsonl"
-SCONTROL_SECONDS = 120.0
-STATE_TRIES, RETRY_SECONDS = 3, 10.0  # a controller that fails over does not answer for a while
 # The first rank, possibly on another node, writes the final status; a network file system shows it a little
 # later.
 SETTLE_SECONDS = 15.0
 POLL_SECONDS = 0.2
+READ_SECONDS = 60.0  # a network file system may return errors for a while: ESTALE, EIO
 
 
 class StopSignal(StrEnum):
@@ -55,7 +58,7 @@ class JobBaseline:
 
     attempt: int = 0  # the newest attempt; 0: none
     checkpoint: str | None = None  # name of the newest complete checkpoint
-    fruitless: int = 0  # ends in a row without a status and without a newer checkpoint
+    fruitless: int = 0  # counted restarts in a row, each without a newer checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,9 @@ def decide_requeue(
 
     Args:
         restarts: ``cluster.restarts``. The launcher inside the job (supervisor or torchrun) has already
-            restarted the ranks this often. If the launcher itself was killed, the job is restarted up to this
-            often in a row without a newer checkpoint.
+            restarted the ranks this often. If the launcher itself was killed, was stopped before the ranks
+            had saved, or could not start an attempt, the job is restarted up to this often in a row without a
+            newer checkpoint.
         requeue: ``cluster.slurm.requeue``; True in Kubernetes.
     """
 
@@ -103,10 +107,20 @@ def decide_requeue(
     def end(code: ExitCode, why: str) -> RequeueDecision:
         return RequeueDecision(next=NextAction.END, code=code, why=why)
 
+    def restart_counted(what: str) -> RequeueDecision:
+        fruitless = before.fruitless + 1
+        if fruitless <= restarts:
+            return restart(f"{what}; restart {fruitless} of cluster.restarts={restarts}", fruitless)
+        return end(ExitCode.FAILURE, f"{what}; {fruitless} times in a row (cluster.restarts={restarts})")
+
     if outcome.attempt <= before.attempt and outcome.state is not RunState.DONE:
-        # A start that was rejected before it wrote to the run directory would be rejected again.
         if outcome.asked is StopSignal.TERM and requeue:
             return restart("stopped before an attempt started")
+        # A rejected start would be rejected again. A run that has attempts was accepted once, so what failed
+        # may be a node or the network.
+        accepted = before.attempt > 0 and outcome.code != ExitCode.USER
+        if outcome.asked is StopSignal.NONE and accepted and requeue and restarts:
+            return restart_counted("no attempt was started")
         code = (
             ExitCode.STOPPED
             if outcome.asked is not StopSignal.NONE
@@ -152,20 +166,13 @@ def decide_requeue(
         )
     if outcome.checkpoint is not None and outcome.checkpoint != before.checkpoint:
         return restart(f"{what}; resumes from {outcome.checkpoint}")
-    if recorded:
+    # After a stop the launcher restarts nothing: the ranks may have failed because saving took too long.
+    if recorded and outcome.asked is not StopSignal.TERM:
         return end(
             ExitCode.FAILURE,
             f"{what}; no newer checkpoint, although its launcher was allowed {restarts} restarts",
         )
-    fruitless = before.fruitless + 1
-    if fruitless <= restarts:
-        return restart(
-            f"{what}; no newer checkpoint, restart {fruitless} of cluster.restarts={restarts}", fruitless
-        )
-    return end(
-        ExitCode.FAILURE,
-        f"{what}; {fruitless} times in a row without a newer checkpoint (cluster.restarts={restarts})",
-    )
+    return restart_counted(f"{what}; no newer checkpoint")
 
 
 def read_baseline(run_dir: Path) -> JobBaseline:
@@ -183,9 +190,10 @@ def newest_checkpoint_name(run_dir: Path) -> str | None:
 def load_baseline(folder: Path) -> JobBaseline:
     """Load the state at the job's last end, else at its submission; the defaults if neither was recorded."""
     file = folder / ENDS_FILE
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    if lines:
-        last = json.loads(lines[-1])
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+    # A write that was interrupted leaves a part of a line.
+    last = next((row for line in reversed(lines) if (row := parse_row(line)) is not None), None)
+    if last is not None:
         return JobBaseline(
             attempt=last["attempt"], checkpoint=last["checkpoint"], fruitless=last["fruitless"]
         )
@@ -195,6 +203,18 @@ def load_baseline(folder: Path) -> JobBaseline:
         if file.exists()
         else JobBaseline()
     )
+
+
+def retry_read(read: Callable[[], T]) -> T:
+    """Return what ``read`` returns. Call it again while it raises OSError, for at most ``READ_SECONDS``."""
+    until = time.monotonic() + READ_SECONDS
+    while True:
+        try:
+            return read()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(POLL_SECONDS)
 
 
 def read_outcome(run_dir: Path, asked: StopSignal, code: int) -> JobOutcome:
@@ -217,7 +237,7 @@ def wait_for_outcome(
     """Read the outcome once the run has recorded its end, or after ``seconds``."""
     until = time.monotonic() + seconds
     while True:
-        outcome = read_outcome(run_dir, asked, code)
+        outcome = retry_read(lambda: read_outcome(run_dir, asked, code))
         begun = outcome.attempt > before.attempt
         recorded = begun and outcome.state is not None and not outcome.state.live
         if recorded or (not begun and code == ExitCode.USER) or time.monotonic() > until:
@@ -226,72 +246,69 @@ def wait_for_outcome(
 
 
 def append_outcome(folder: Path, outcome: JobOutcome, decision: RequeueDecision) -> None:
+    """Record a decision. A failure is only reported, since the job must be requeued in any case."""
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **asdict(outcome),
         **asdict(decision),
         "code": outcome.code,
     }
-    with (folder / ENDS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with (folder / ENDS_FILE).open("a+b") as file:
+            file.seek(max(0, file.tell() - 1))
+            separator = b"\n" if file.read() not in (b"", b"\n") else b""  # after an interrupted write
+            file.write(separator + json.dumps(line).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        print(f"the decision is not recorded in {folder / ENDS_FILE}: {error}", file=sys.stderr, flush=True)
 
 
 def requeue_job(job: str) -> bool:
-    """Call ``scontrol requeue`` if the job is still running; return whether it was requeued.
+    """Requeue the job if it is still running; return whether it was requeued.
 
     Slurm would also requeue a cancelled job; while its script runs it is shown as COMPLETING, like one past
     its time limit. So a job is not requeued while Slurm's controller does not answer.
     """
-    state = read_job_state(job)
+    remedy = f"remedy: scontrol requeue {job}"
+    state, tries = read_job_state(job), TRIES
+    while state == "RUNNING":
+        result = call_controller("scontrol", "requeue", job)
+        if result.returncode == 0:
+            print(f"job {job} was requeued", flush=True)
+            return True
+        tries -= 1
+        if not tries:
+            error = result.stderr.strip()
+            print(f"job {job} could not be requeued: {error}\n    {remedy}", file=sys.stderr, flush=True)
+            return False
+        time.sleep(RETRY_SECONDS)
+        state = read_job_state(job)
     if state is None:
         print(
-            f"job {job} is not requeued: scontrol does not report its state\n"
-            f"    remedy: scontrol requeue {job}",
-            file=sys.stderr,
-            flush=True,
-        )
-        return False
-    if state != "RUNNING":
-        print(
-            f"job {job} is already {state} (cancelled, or past its time limit) and is not requeued",
-            flush=True,
-        )
-        return False
-    result = scontrol("requeue", job)
-    if result.returncode:
-        print(
-            f"job {job} could not be requeued: {result.stderr.strip()}\n    remedy: scontrol requeue {job}",
+            f"job {job} is not requeued: scontrol does not report its state\n    {remedy}",
             file=sys.stderr,
             flush=True,
         )
     else:
-        print(f"job {job} was requeued", flush=True)
-    return result.returncode == 0
+        print(
+            f"job {job} is already {state} (cancelled, past its time limit, or requeued) and is left alone",
+            flush=True,
+        )
+    return False
 
 
 def read_job_state(job: str) -> str | None:
-    """Return the state of a job; None if Slurm's controller does not report it in ``STATE_TRIES`` tries."""
-    for number in range(STATE_TRIES):
-        if number:
-            time.sleep(RETRY_SECONDS)
-        try:
-            description = scontrol("--oneliner", "show", "job", job)
-        except subprocess.TimeoutExpired:
-            continue
-        words = [] if description.returncode else description.stdout.split()
-        for word in words:
-            if word.startswith("JobState="):
-                return word.partition("=")[2]
-    return None
+    """Return the state of a job; None if Slurm's controller does not report it."""
+    words = ask_controller("scontrol", "--oneliner", "show", "job", job).stdout.split()
+    return next((word.partition("=")[2] for word in words if word.startswith("JobState=")), None)
 
 
 def exclude_from_job(job: str, hosts: str) -> None:
     """Exclude hosts from a job that was requeued. Slurm changes only jobs that wait, so call this after
     :func:`requeue_job`; Slurm ends this process some seconds later (``KillWait``).
     """
-    result = scontrol("update", f"JobId={job}", f"ExcNodeList={hosts}")
+    result = ask_controller("scontrol", "update", f"JobId={job}", f"ExcNodeList={hosts}")
     if result.returncode:
         print(f"job {job} may use {hosts} again: {result.stderr.strip()}", file=sys.stderr, flush=True)
     else:
@@ -303,12 +320,6 @@ def join_hosts(configured: str | None, excluded: Sequence[str]) -> str | None:
     return ",".join([*([configured] if configured else []), *excluded]) or None
 
 
-def scontrol(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["scontrol", *words], capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False
-    )
-
-
 def main(arguments: Sequence[str]) -> int:
     from toolkit.config.compose import from_yaml
 
@@ -317,9 +328,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--asked", type=StopSignal, required=True)
     parser.add_argument("--code", type=int, required=True)
     given = parser.parse_args(arguments)
-    config: RunConfig = from_yaml((given.folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    file = given.folder / CONFIG_FILE
+    config: RunConfig = from_yaml(retry_read(lambda: file.read_text(encoding="utf-8")))
     assert config.run.dir is not None, "a frozen configuration has its directory"
-    before = load_baseline(given.folder)
+    before = retry_read(lambda: load_baseline(given.folder))
     several = (config.cluster.nodes or 1) > 1
     outcome = wait_for_outcome(
         Path(config.run.dir), before, given.asked, given.code, SETTLE_SECONDS if several else 0.0

@@ -11,14 +11,13 @@ module.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from toolkit.cluster.jobs.rendezvous_server import is_open
-from toolkit.cluster.jobs.requeue import scontrol
+from toolkit.cluster.jobs.slurm_controller import call_controller
 
 # Slurm removes a node that does not respond after SlurmdTimeout, which is 300 s by default.
 WAIT_SECONDS = 1800.0
@@ -33,14 +32,20 @@ class BatchNodeState(StrEnum):
     ENDED = "ended"  # the job itself does not run any more
 
 
-def parse_batch_node_state(description: str, hostnames: Callable[[str], Sequence[str]]) -> BatchNodeState:
+def parse_fields(description: str) -> dict[str, str]:
+    """Parse the output of ``scontrol --oneliner show job``."""
+    return dict(word.partition("=")[::2] for word in description.split())
+
+
+def parse_batch_node_state(
+    fields: Mapping[str, str], hostnames: Callable[[str], Sequence[str]]
+) -> BatchNodeState:
     """Parse whether a job still has the node of its batch script.
 
     Args:
-        description: the output of ``scontrol --oneliner show job``.
+        fields: of the job.
         hostnames: expands a list of nodes, such as node[1-3]; returns an empty list if it cannot.
     """
-    fields = dict(word.partition("=")[::2] for word in description.split())
     if fields.get("JobState") != "RUNNING":
         return BatchNodeState.ENDED
     names = hostnames(fields["NodeList"])
@@ -48,51 +53,48 @@ def parse_batch_node_state(description: str, hostnames: Callable[[str], Sequence
     return BatchNodeState.LOST if lost else BatchNodeState.KEPT
 
 
-def wait_until_removed(job: str) -> bool:
-    """Wait until Slurm has removed the node of the job's batch script. Return False if the job ends instead,
-    or if Slurm still has the node after ``WAIT_SECONDS``.
+def wait_until_removed(job: str) -> dict[str, str] | None:
+    """Wait until Slurm has removed the node of the job's batch script, and return the fields of the job.
+    Return None if the job ends instead, or if Slurm still has the node after ``WAIT_SECONDS``.
 
     A controller that does not answer is asked again: the lost node may be the one that it ran on.
     """
     until = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < until:
-        description = _answer("--oneliner", "show", "job", job)
-        if description is not None:
-            match parse_batch_node_state(description, _hostnames):
+        result = call_controller("scontrol", "--oneliner", "show", "job", job)
+        if result.returncode == 0:
+            fields = parse_fields(result.stdout)
+            match parse_batch_node_state(fields, _hostnames):
                 case BatchNodeState.LOST:
-                    return True
+                    return fields
                 case BatchNodeState.ENDED:
-                    return False
+                    return None
         time.sleep(POLL_SECONDS)
-    return False
+    return None
 
 
 def _hostnames(nodes: str) -> list[str]:
-    return (_answer("show", "hostnames", nodes) or "").split()
-
-
-def _answer(*words: str) -> str | None:
-    """Return the output of ``scontrol``; None if it fails or does not answer in time."""
-    try:
-        result = scontrol(*words)
-    except subprocess.TimeoutExpired:
-        return None
-    return result.stdout if result.returncode == 0 else None
+    result = call_controller("scontrol", "show", "hostnames", nodes)
+    return result.stdout.split() if result.returncode == 0 else []
 
 
 def main(arguments: Sequence[str]) -> int:
     (endpoint,) = arguments
     job = os.environ["SLURM_JOB_ID"]
-    if is_open(endpoint, job) is not None or not wait_until_removed(job):
+    if is_open(endpoint, job) is not None:
         return 0
-    result = scontrol("requeue", job)
-    if result.returncode == 0:
-        print(f"job {job} lost the node of its script and was requeued", flush=True)
-    elif not wait_until_removed(job):
-        return 0  # another node requeued it
-    else:  # cluster.slurm.requeue=false: free its nodes
-        print(f"job {job} lost the node of its script and is cancelled: {result.stderr.strip()}", flush=True)
-        subprocess.run(["scancel", job], check=False)
+    # Until a request succeeds, the job keeps its nodes idle. If another node's request does, the job ends.
+    while (fields := wait_until_removed(job)) is not None:
+        if fields.get("Requeue") == "0":  # cluster.slurm.requeue=false: free its nodes
+            result, what = call_controller("scancel", job), "cancelled"
+        else:
+            result, what = call_controller("scontrol", "requeue", job), "requeued"
+        if result.returncode == 0:
+            print(f"job {job} lost the node of its script and was {what}", flush=True)
+            break
+        error = result.stderr.strip()
+        print(f"job {job} lost the node of its script and is not yet {what}: {error}", flush=True)
+        time.sleep(POLL_SECONDS)
     return 0
 
 
