@@ -110,6 +110,13 @@ class Slurm:
     def has_rank(self, node: str) -> bool:
         return any("LOCAL_RANK" in _environ(process) for process in self.processes(node))
 
+    def process_names(self, node: str) -> set[str]:
+        names = set()
+        for process in self.processes(node):
+            with suppress(psutil.NoSuchProcess):
+                names.add(process.name())
+        return names
+
     def lose_node(self, node: str) -> None:
         """Kill a node's slurmd and all processes of its jobs, and report the node as down, as Slurm itself
         does after SlurmdTimeout.

@@ -19,9 +19,12 @@ from tests.launch.slurm import EVERY, Slurm, loopback_slurm, missing
 from tests.launch.test_elastic import KEYS, SAVE_EVERY, train_unbroken
 from tests.launch.tiny_runs import read_losses
 from tests.waiting import wait_until
+from toolkit.checkpoint_folder import committed_checkpoints
 from toolkit.cluster.jobs import submission
-from toolkit.goodput import read_times
+from toolkit.goodput import AttemptTimes, read_times
+from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.excluded_hosts import SLURM_JOB, ExcludedHost, exclude_hosts
+from toolkit.rundir.snapshot_folder import snapshot_root
 from toolkit.rundir.status import RunState
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
@@ -81,6 +84,11 @@ class ElasticJob:
         plans = sorted((self.run_dir / "attempts").glob("*/plan.json"))
         return [json.loads(plan.read_text())["world"]["ranks"] for plan in plans]
 
+    def times(self, attempt: int) -> AttemptTimes:
+        times = read_times(RunDirectory(self.run_dir).attempt_folder(attempt))
+        assert times is not None
+        return times
+
     @property
     def stops(self) -> list[str]:
         """The reasons of the attempts that were stopped."""
@@ -118,16 +126,43 @@ def check_losses(job: ElasticJob, folder: Path, data: Path) -> None:
 
 
 def test_elastic_job_takes_its_spare_node_and_then_goes_on_with_fewer(
-    slurm: Slurm, tmp_path: Path, data: Path
+    slurm: Slurm, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = submit(slurm, tmp_path, data, "cluster.nodes=2", "cluster.min_nodes=1", "cluster.spare_nodes=1")
-    job.wait_for_step(1, SAVE_EVERY + 1)
+    """The ranks continue from the snapshot of step 14 in memory, and not from that of step 10 on disk. On the
+    node that is left, the new rank is a standby.
+    """
+    every, gate = 7, tmp_path / "gate"
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setenv("GATE_STEP", str(2 * every + 1))  # the ranks wait here until the node is lost
+    monkeypatch.setenv("GATE", str(gate))
+    job = submit(
+        *(slurm, tmp_path, data, "cluster.nodes=2", "cluster.min_nodes=1", "cluster.spare_nodes=1"),
+        *("cluster.standbys=1", f"checkpoint.memory_every={every}"),
+        *(
+            f"checkpoint.memory_folder={tmp_path}/disk",
+            "+hooks.gate.target=tests.launch.gated_steps.GatedSteps",
+        ),
+    )
+
+    def has_snapshots() -> bool:
+        folders = snapshot_root(f"{tmp_path}/disk").glob("dmt-*-agent-*")
+        return [max(committed_checkpoints(folder), default=0) for folder in folders] == [2 * every] * 2
+
+    def has_standbys() -> bool:
+        return all("standby-0" in slurm.process_names(node) for node in members)
+
+    wait_until(has_snapshots, SECONDS, "saved in memory", ended=lambda: job.has_failed, output=job.output)
     members = {node for node in EVERY if slurm.has_rank(node)}
     assert len(members) == 2, "the third stands by"
+    wait_until(has_standbys, SECONDS, "ready to restart", ended=lambda: job.has_failed, output=job.output)
     lost, other = sorted({"node2", "node3"}, key=lambda node: node not in members)  # node1 has the script
     slurm.lose_node(lost)
+    gate.touch()
     job.wait_for_step(2, 3 * SAVE_EVERY + 1)
     assert job.ranks == [2, 2], "the spare node has taken the place"
+    assert job.times(2).first == 2 * every
+    relays = {node for node in EVERY if "relay-0" in slurm.process_names(node)}
+    assert relays == members - {lost}, "the rank of the spare node is a new process"
     slurm.lose_node(other)
     job.wait_for_step(3, 3 * SAVE_EVERY + 1)
     assert job.ranks == [2, 2, 1]
