@@ -8,6 +8,8 @@ several nodes.
 
 from __future__ import annotations
 
+import errno
+import os
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Timer
@@ -24,6 +26,7 @@ from toolkit.checkpoint_folder import committed_checkpoints
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.memory_snapshots import MemorySnapshots
 from toolkit.train.rank_exchange import RankExchange, open_exchange
+from toolkit.train.snapshot_restore import find_snapshot
 from toolkit.train.snapshot_store import SnapshotStore
 from toolkit.train.state import StateWriter
 
@@ -85,3 +88,29 @@ def test_snapshot_is_left_out_while_the_one_before_is_copied_to_another_node(
         copied[2].set_result(0.1)
     snapshots.on_step(completed_step(6))
     assert list(copied) == saved
+
+
+def test_snapshot_on_a_disk_with_read_errors_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    engine, stream = CountingEngine(), SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    context = context_of(tiny_plan(checkpoint__memory_every=2), tmp_path)
+    context.directory.metrics_file.write_text('{"step": 2}\n')
+    exchange = open_exchange(0, 1, 1)
+    snapshots = MemorySnapshots(
+        StateWriter(context, engine, stream, lambda: None),  # type: ignore[arg-type]
+        memory,
+        exchange,
+    )
+    snapshots.on_step(completed_step(2))
+    snapshots.on_end(2)
+    find = lambda: find_snapshot(context.plan, context.directory, memory, exchange, None)  # noqa: E731
+    assert find() is not None, "control"
+    monkeypatch.setattr(os, "preadv", fail)
+    assert find() is None
+    assert "is damaged and not used: [Errno 5] Input/output error" in caplog.text
