@@ -5,7 +5,9 @@ pytest tests/checkpoint/test_corruption.py
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,6 +109,28 @@ def test_damage_is_reported_with_previous_checkpoint(run: Path, name: str) -> No
         CheckpointError, match="step-00000003"
     ):  # an error about the newest checkpoint is always reported
         whole(open_reader(run))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ESTALE, OSError),
+        (errno.ETIMEDOUT, TimeoutError),
+        (errno.EIO, OSError),
+        (errno.ENOTDIR, CheckpointError),
+        (errno.EACCES, CheckpointError),
+    ],
+)
+def test_error_of_the_file_system_is_no_damage_unless_it_is_a_property_of_the_file(
+    run: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    reader = open_reader(run)
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(kind, match=r"step-\d{8}/part-\d{5}\.safetensors"):
+        whole(reader)
 
 
 def test_only_complete_checkpoints_are_suggested(run: Path) -> None:

@@ -25,6 +25,7 @@ from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, save, shards_of, whole
 from tests.damage import flip_byte
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, open_reader
+from toolkit.checkpoint.online import store as store_module
 from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.online.commit import SaveFailed, SavePhase
 from toolkit.checkpoint.online.store import CheckpointStore
@@ -441,6 +442,58 @@ def test_silent_rank_is_reported_after_timeout(tmp_path: Path) -> None:
         CheckpointStore(tmp_path, timeout_seconds=20).save(
             1, [], {}, namespace=NAMESPACE, rank=1, ranks=3, attempt=1
         )
+
+
+class Reports:
+    """What the watchdog hears."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.heard: list[str] = []
+        monkeypatch.setattr(store_module, "PROGRESS_SECONDS", 0.01)
+        monkeypatch.setattr(store_module, "report_progress", self.heard.append)
+
+
+def test_waiting_for_other_ranks_within_the_timeout_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = Reports(monkeypatch)
+    store = CheckpointStore(tmp_path, timeout_seconds=0.3)
+    with pytest.raises(SaveFailed, match="rank 1 did not write its part"):
+        store.save(1, state(1), {}, namespace=NAMESPACE, rank=0, ranks=2, attempt=1)
+    assert len(reports.heard) > 2
+    assert set(reports.heard) == {"a part of saving step-00000001"}
+
+
+def test_each_written_block_is_progress_only_while_training_waits_for_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports, written = Reports(monkeypatch), threading.Semaphore(0)
+    blocks: list[int] = []
+    shards = [Shard(TensorKey(WEIGHT, name), (64,), Box.whole((64,)), torch.zeros(64)) for name in "abcd"]
+    write = writing._write_all
+
+    def write_slowly(descriptor: int, data: memoryview) -> None:
+        written.acquire()
+        write(descriptor, data)
+        blocks.append(len(data))
+
+    monkeypatch.setattr(writing, "_write_all", write_slowly)
+    pending = CheckpointStore(tmp_path).save(
+        1, shards, {}, namespace=NAMESPACE, rank=0, ranks=1, attempt=1, background=True
+    )
+    written.release(2)  # the header and a block
+    while len(blocks) < 2:
+        time.sleep(0.001)
+    assert reports.heard == [], "training does not wait"
+    waiting = threading.Thread(target=pending.wait)
+    waiting.start()
+    for heard in (1, 2, 3):
+        while len(reports.heard) < heard:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert len(reports.heard) == heard, "without a further block there is no progress"
+        written.release()
+    waiting.join()
 
 
 RANK_THAT_DIES = """

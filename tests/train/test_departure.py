@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -19,7 +21,14 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
 from toolkit.monitor.sinks.jsonl import append_durable_row
 from toolkit.rundir.status import RunState
-from toolkit.train.departure import DepartureFacts, decide_departure, read_departures
+from toolkit.train import departure
+from toolkit.train.departure import (
+    DepartureFacts,
+    ElasticNodes,
+    decide_departure,
+    leave_faulty_nodes,
+    read_departures,
+)
 
 FOUND = DepartureFacts(
     attempt=1,
@@ -126,3 +135,29 @@ def test_later_attempt_doubts_what_an_earlier_one_saved_after_its_last_check(
     assert second.code is ExitCode.DIVERGED
     (row,) = read_departures(second.directory.departures_file)
     assert (row.facts.step, row.facts.agreed_step, row.facts.checkpoint_step) == (4, 2, 2)
+
+
+@pytest.mark.parametrize("min_nodes", [2, 4])
+def test_snapshots_after_the_agreed_step_are_removed_before_the_run_goes_back(
+    min_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Mock()
+    monkeypatch.setattr(departure, "agreed_sound_step", lambda *_: 8)
+    monkeypatch.setattr(departure, "_rewind", calls.rewind)
+    monkeypatch.setattr(departure, "append_durable_row", calls.record)
+    training, hooks = MagicMock(), SimpleNamespace(snapshots=SimpleNamespace(remove_after=calls.remove_after))
+    context = training.context
+    context.rank = context.node = 0
+    context.all_reduce_flags = list
+    context.plan.config.monitor.on_wrong_computation = OnWrongComputation.leave
+    context.plan.world.nodes, context.plan.world.ranks_per_node = 4, 1
+    wrong = MagicMock(confirmed_faulty=[SimpleNamespace(rank=3, host="b")], agreed_step=10, step=20)
+    elastic = ElasticNodes(min_nodes, 1, lambda: False, lambda reason: None)
+    found = leave_faulty_nodes(training, hooks, wrong, elastic)  # type: ignore[arg-type]
+    names = [name for name, _, _ in calls.mock_calls]
+    if min_nodes == 4:
+        assert found is None
+        assert names == ["record"], "control"
+    else:
+        assert names == ["remove_after", "rewind", "record"]
+        calls.remove_after.assert_called_once_with(10)

@@ -23,6 +23,9 @@ def test_remedies_of_a_damaged_checkpoint_continue_or_restart_the_run(data: Path
         TinyRun(tmp_path / "run", data)
     for number, (resume, moved) in enumerate({str(checkpoints / step_name(2)): [4], "never": [2, 4]}.items()):
         folder = Path(shutil.copytree(tmp_path / "run", tmp_path / f"copy-{number}"))
+        rolled_back = folder / "attempts" / "002" / "checkpoints" / step_name(4)
+        rolled_back.mkdir(parents=True)
+        (rolled_back / "manifest.json").touch()  # as if a rollback had set this step aside before
         chosen = resume.replace(str(tmp_path / "run"), str(folder))
         again = TinyRun(
             folder, data, stop_after=1, config=lambda config, chosen=chosen: setattr(config, "resume", chosen)
@@ -30,7 +33,7 @@ def test_remedies_of_a_damaged_checkpoint_continue_or_restart_the_run(data: Path
         begins = 1 if resume == "never" else 3
         assert [row["step"] for row in again.rows()] == list(range(1, begins + 1))
         assert again.rows() == first.rows()[:begins], "each trains like the first attempt"
-        aside = again.directory.previous_attempt_folder(again.attempt) / "checkpoints"
+        aside = again.directory.previous_attempt_folder(again.attempt) / "checkpoints-2"
         assert sorted(path.name for path in aside.iterdir()) == [step_name(step) for step in moved]
         last = TinyRun(folder, data)
         assert last.code is ExitCode.DONE

@@ -8,6 +8,8 @@ several nodes.
 
 from __future__ import annotations
 
+import errno
+import os
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Timer
@@ -20,10 +22,11 @@ from safetensors.torch import load_file
 from tests.train.fakes import FakeEngine, completed_step, context_of
 from toolkit.checkpoint.online.store import PendingSave
 from toolkit.checkpoint.shard import Box, Shard, TensorKey
-from toolkit.checkpoint_folder import committed_checkpoints
+from toolkit.checkpoint_folder import committed_checkpoints, step_folders, step_name
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.memory_snapshots import MemorySnapshots
-from toolkit.train.rank_exchange import RankExchange, open_exchange
+from toolkit.train.rank_exchange import BACKGROUND_SEND_SHARE, RankExchange, open_exchange
+from toolkit.train.snapshot_restore import find_snapshot
 from toolkit.train.snapshot_store import SnapshotStore
 from toolkit.train.state import StateWriter
 
@@ -85,3 +88,52 @@ def test_snapshot_is_left_out_while_the_one_before_is_copied_to_another_node(
         copied[2].set_result(0.1)
     snapshots.on_step(completed_step(6))
     assert list(copied) == saved
+
+
+def test_snapshot_on_a_disk_with_read_errors_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    engine, stream = CountingEngine(), SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    context = context_of(tiny_plan(checkpoint__memory_every=2), tmp_path)
+    context.directory.metrics_file.write_text('{"step": 2}\n')
+    exchange = open_exchange(0, 1, 1)
+    snapshots = MemorySnapshots(
+        StateWriter(context, engine, stream, lambda: None),  # type: ignore[arg-type]
+        memory,
+        exchange,
+    )
+    snapshots.on_step(completed_step(2))
+    snapshots.on_end(2)
+    find = lambda: find_snapshot(context.plan, context.directory, memory, exchange, None)  # noqa: E731
+    assert find() is not None, "control"
+    monkeypatch.setattr(os, "preadv", fail)
+    assert find() is None
+    assert "is damaged and not used: [Errno 5] Input/output error" in caplog.text
+
+
+def test_copy_that_training_waits_for_is_sent_at_full_speed(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, RankExchange(0, 1, 1, None))
+    assert store._send_share == BACKGROUND_SEND_SHARE
+    engine, stream = CountingEngine(), SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
+    context = context_of(tiny_plan(checkpoint__memory_every=2), tmp_path)
+    writer = StateWriter(context, engine, stream, lambda: None)  # type: ignore[arg-type]
+    snapshots = MemorySnapshots(writer, tmp_path, open_exchange(0, 1, 1))
+    snapshots.on_step(completed_step(2))
+    assert snapshots._store._send_share == BACKGROUND_SEND_SHARE
+    snapshots.on_end(2)
+    assert snapshots._store._send_share == 1.0
+
+
+def test_snapshots_after_a_step_are_removed(tmp_path: Path) -> None:
+    for step in (4, 6):
+        (tmp_path / step_name(step)).mkdir()
+    store = SnapshotStore(tmp_path, RankExchange(0, 1, 1, None))
+    store.remove_after(4)
+    assert list(step_folders(tmp_path)) == [4]
+    SnapshotStore(tmp_path, RankExchange(1, 2, 2, None)).remove_after(-1)
+    assert list(step_folders(tmp_path)) == [4], "the first rank of a node removes"

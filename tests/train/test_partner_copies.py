@@ -113,7 +113,7 @@ def fail_to_receive(rank: int, ranks: int, root: Path) -> str:
     own, other = root / f"own-{rank}", root / "missing" / "other" if rank else root / "other"
     own.write_bytes(bytes(range(200)))
     try:
-        exchange.transfer(FilePart(own, 200, 1 - rank), FilePart(other, 200, 1 - rank), 0.5)
+        exchange.transfer(FilePart(own, 200, 1 - rank), FilePart(other, 200, 1 - rank), lambda: 0.5)
     except OSError as error:
         return type(error).__name__
     return "" if other.read_bytes() == own.read_bytes() else "other bytes"

@@ -55,6 +55,22 @@ def test_estimate_uses_the_newest_measured_saves() -> None:
     assert save_deadline.too_late(0.5)
 
 
+def test_save_that_is_still_being_written_leaves_less_time() -> None:
+    plan, clock = tiny_plan(), FakeClock()
+    size = rank_bytes(plan)
+    assert size is not None
+    deadline = SaveDeadline(plan, [SaveRecord(step=2, seconds=100.0, bytes=size, stepping=1.0)], clock)
+    assert not deadline.too_late(130.0)
+    deadline.on_save_start(4)
+    clock.now += 60.0
+    assert not deadline.too_late(150.0)
+    assert deadline.too_late(130.0), "40 s for the save that is under way, and 100 s for the next one"
+    text = deadline.describe_lost_work("SIGTERM", step=5, saved=2, seconds=1.0)
+    assert "after the one before, which had not ended, and 130 s were left" in text
+    deadline.on_save_end(4, 100.0, size)
+    assert not deadline.too_late(130.0)
+
+
 def test_lost_work_is_described_in_steps_and_time() -> None:
     plan = tiny_plan()
     size = rank_bytes(plan)

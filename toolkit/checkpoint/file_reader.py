@@ -5,6 +5,7 @@ Memory is one block (``BLOCK_BYTES``) per reading thread, for tensors of any siz
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import deque
@@ -31,6 +32,9 @@ from toolkit.paths import Location, Url
 READER_THREADS = min(4, os.cpu_count() or 1)  # reading, hashing and copying release the GIL
 CRC_CHUNK_BYTES = 4 * 2**20  # read at once while a record's CRC-32 is computed
 INTACT_RULE = "bytes are read as they were written"
+# Errors that are properties of the files, which the user must repair. Others may be transient, such as those
+# of a restarting file server, and say nothing about the files.
+DAMAGE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM)
 # Size in bytes and modification time in ns: equal while a file does not change.
 FileStamp = tuple[int, int]
 # suffix of the hidden folder that a conversion writes to; it is not part of the folder that contains it
@@ -124,8 +128,11 @@ class CheckpointFiles:
             os.close(descriptor)
 
     def read_into(self, file: str, begin: int, buffer: memoryview) -> None:
-        """Read ``len(buffer)`` bytes from ``begin``. Raises DamagedFile if the file is missing, too short
-        or unreadable.
+        """Read ``len(buffer)`` bytes from ``begin``.
+
+        Raises:
+            DamagedFile: The file is missing, too short, not a file, or may not be read.
+            OSError: Any other error of the file system, which may be transient.
         """
         done = 0
         try:
@@ -144,6 +151,8 @@ class CheckpointFiles:
                 file, f"{self.folder / file} is missing", "every file that the manifest names exists"
             ) from error
         except OSError as error:
+            if error.errno not in DAMAGE_ERRORS:
+                raise OSError(error.errno, error.strerror, str(self.folder / file)) from error
             raise DamagedFile(
                 file, f"{self.folder / file} cannot be read ({error.strerror})", INTACT_RULE
             ) from error

@@ -350,9 +350,11 @@ class RunDirectory:
         """Return the folder of the attempt before ``attempt``, for rows and checkpoints of steps that
         ``attempt`` repeats.
         """
-        return self.attempt_folder(
-            max((number for number in self.attempts() if number < attempt), default=attempt)
-        )
+        return self.attempt_folder(self.previous_attempt(attempt))
+
+    def previous_attempt(self, attempt: int) -> int:
+        """Return the number of the attempt before ``attempt``, or ``attempt`` if it is the first."""
+        return max((number for number in self.attempts() if number < attempt), default=attempt)
 
     def move_rows_after(self, step: int, attempt: int) -> None:
         """Move rows after ``step`` to the attempt before ``attempt``, so that each repeated step is

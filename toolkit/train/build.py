@@ -89,6 +89,7 @@ class TrainingHooks:
     Attributes:
         goodput, status: None except on rank 0.
         budget: None except on rank 0 of a run with a budget.
+        snapshots: None if no snapshots in memory are taken.
     """
 
     all: Hooks
@@ -99,6 +100,7 @@ class TrainingHooks:
     goodput: GoodputTracker | None
     status: StatusWriter | None
     budget: BudgetWatch | None
+    snapshots: MemorySnapshots | None
 
 
 def build_task(
@@ -202,13 +204,17 @@ def build_hooks(
         best=best,
     )
     hooks.add(checkpoints)
+    snapshots = None
     if snapshot_folder is not None and exchange is not None:
         on_blocked = (lambda seconds: None) if goodput is None else goodput.on_save_blocked
-        hooks.add(MemorySnapshots(writer, snapshot_folder, exchange, on_blocked=on_blocked))
+        snapshots = MemorySnapshots(writer, snapshot_folder, exchange, on_blocked=on_blocked)
+        hooks.add(snapshots)
     if uploads is not None:
         hooks.add(uploads)  # after the hook that saves, so that the last checkpoint is uploaded too
     status = _add_progress_hooks(training, hooks, goodput) if goodput is not None else None
-    return TrainingHooks(hooks, run_timer, checkpoints, save_timer, deadline, goodput, status, budget)
+    return TrainingHooks(
+        hooks, run_timer, checkpoints, save_timer, deadline, goodput, status, budget, snapshots
+    )
 
 
 def _add_progress_hooks(training: Training, hooks: Hooks, goodput: GoodputTracker) -> StatusWriter:

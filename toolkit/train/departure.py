@@ -138,9 +138,10 @@ def leave_faulty_nodes(
     """Decide which nodes leave after ``wrong``, and prepare the restart of the others. Collective.
 
     Call it after the last save has ended. Checkpoints after the one to continue from move to the folder of
-    this attempt, and so do the rows of metrics after the last check in which all ranks agreed: they would
-    make a later snapshot in memory valid (``train/snapshot_choice.py``). If the process is killed before,
-    the next start finds the fault again, because checkpoints record the step of that check.
+    this attempt, and so do the rows of metrics after the last check in which all ranks agreed. Later
+    snapshots in memory are removed: the rows of the next attempt would make them valid again
+    (``train/snapshot_choice.py``). If the process is killed before, the next start finds the fault again,
+    because checkpoints record the step of that check.
 
     Args:
         elastic: None: the number of nodes is fixed.
@@ -176,6 +177,8 @@ def leave_faulty_nodes(
         )
     )
     wrong.why_not_left = decision.refusal
+    if decision.refusal is None and agreed is not None and hooks.snapshots is not None:
+        hooks.snapshots.remove_after(agreed)
     if context.rank == 0:
         if decision.refusal is None:
             _rewind(training, hooks, decision.facts)

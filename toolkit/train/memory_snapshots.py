@@ -72,10 +72,15 @@ class MemorySnapshots(Hook):
         self._wait()
         # Another rank of this node may still write to the folder.
         self._context.all_reduce_flags([0])
-        self._store.remove_all()
+        self._store.remove_after(-1)
 
     def on_end(self, step: int) -> None:
         self._wait()
+
+    def remove_after(self, step: int) -> None:
+        """Remove the snapshots of later steps from all nodes, after ``on_end``. Collective."""
+        self._store.remove_after(step)
+        self._context.all_reduce_flags([0])
 
     def _take(self, step: int) -> None:
         busy = self._exchange.nodes > 1 and self._pending is not None and not self._pending.done()
@@ -115,6 +120,7 @@ class MemorySnapshots(Hook):
         pending, self._pending = self._pending, None
         try:
             if pending is not None:
+                self._store.copy_at_full_speed()
                 pending.wait()
         except Exception as error:  # noqa: BLE001  training continues without snapshots
             return f"{type(error).__name__}: {error}"

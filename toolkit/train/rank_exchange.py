@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,7 +84,9 @@ class RankExchange:
             dist.broadcast_object_list(values, src=source, group=self.group)
         return values[0]
 
-    def transfer(self, outgoing: FilePart | None, incoming: FilePart | None, share: float = 1.0) -> None:
+    def transfer(
+        self, outgoing: FilePart | None, incoming: FilePart | None, share: Callable[[], float] = lambda: 1.0
+    ) -> None:
         """Send a file and receive another one at the same time, in chunks. The peers call it too.
 
         All bytes are exchanged in any case, so that an error of the file system on one rank does not block
@@ -92,7 +94,8 @@ class RankExchange:
 
         Args:
             outgoing, incoming: None: nothing is sent, or nothing is received.
-            share: the share of the time that is spent in sending; the rest is spent asleep.
+            share: returns the share of the time that is spent in sending; the rest is spent asleep. It is
+                called after each chunk.
 
         Raises:
             OSError: a file could not be read or written.
@@ -126,7 +129,7 @@ class RankExchange:
                         target.write(received.numpy())
                 except OSError as failed:
                     error, target = error or failed, None
-                time.sleep((time.monotonic() - started) * (1 / share - 1))
+                time.sleep((time.monotonic() - started) * (1 / share() - 1))
         if error is not None:
             raise error
 

@@ -60,7 +60,7 @@ def set_aside_later_checkpoints(
     from_store = isinstance(resume_point.checkpoint, Url) and not resume_point.forked
     if plan.config.resume == "auto" and not from_store:
         return
-    aside = directory.previous_attempt_folder(attempt) / "checkpoints"
+    aside = directory.set_aside_folder(directory.previous_attempt(attempt))  # a rollback may have used one
     if resume_point.checkpoint is None or plan.config.resume == "never":
         moved = move_all_checkpoints(directory.checkpoints, aside)
     else:

@@ -278,6 +278,7 @@ def roll_back(training: Training, hooks: TrainingHooks, fault: Fault) -> Iterabl
     training.engine.load(reader)
     training.monitor.hangs.beat(f"loading {folder.name}")
     training.state.step = step
+    training.end.reason = None  # it was asked for after steps that are repeated
     stream.skipped = stream.skipped.add([decided.skipped])
     hooks.all.load_state_dict(state.hook_states(reader))
     return stream.steps(step)

@@ -6,8 +6,9 @@ instead of a stop.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -32,14 +33,22 @@ class SaveDeadline(SaveObserver):
         earlier: saves of earlier attempts, in order, as far as this rank can read of them.
     """
 
-    def __init__(self, plan: RunPlan, earlier: Iterable[SaveRecord] = ()) -> None:
+    def __init__(
+        self, plan: RunPlan, earlier: Iterable[SaveRecord] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._started: float | None = None  # when the save that is still being written started
         self._size, self._assumed_speed = rank_bytes(plan), assumed_speed(plan.world)
         self._seconds_left: float | None = None  # when it was found to be too late
         self._saves = deque(
             ((save.seconds, save.bytes) for save in earlier if save.bytes and save.seconds), maxlen=MAX_SAVES
         )
 
+    def on_save_start(self, step: int) -> None:
+        self._started = self._clock()
+
     def on_save_end(self, step: int, seconds: float, size: int) -> None:
+        self._started = None
         if seconds and size:
             self._saves.append((seconds, size))
             self._size = size
@@ -63,13 +72,21 @@ class SaveDeadline(SaveObserver):
         )
 
     def too_late(self, seconds_left: float | None) -> bool:
-        """Return whether a save does not fit. None: this rank was not asked to stop, or is not killed."""
+        """Return whether a save does not fit after the one that is still being written, if there is one.
+        None: this rank was not asked to stop, or is not killed.
+        """
         if seconds_left is None:
             return False
         estimate = self.estimate()
-        late = estimate is not None and estimate.seconds > seconds_left
+        late = estimate is not None and estimate.seconds + self._pending_seconds(estimate) > seconds_left
         self._seconds_left = seconds_left if late else None
         return late
+
+    def _pending_seconds(self, estimate: SaveEstimate) -> float:
+        """Return the seconds that the save in the background still needs."""
+        if self._started is None:
+            return 0.0
+        return max(0.0, estimate.seconds - (self._clock() - self._started))
 
     def describe_lost_work(self, reason: str, *, step: int, saved: int | None, seconds: float) -> str:
         """Describe a stop without a save, for the log and ``status.json``.
@@ -80,7 +97,8 @@ class SaveDeadline(SaveObserver):
         """
         estimate = self.estimate()
         if estimate is not None and self._seconds_left is not None:
-            why = f"{estimate.explanation}, and {self._seconds_left:.3g} s were left"
+            pending = "" if self._started is None else ", after the one before, which had not ended"
+            why = f"{estimate.explanation}{pending}, and {self._seconds_left:.3g} s were left"
         else:  # another rank found it too late
             why = "there was no time for it"
         newest = (

@@ -178,8 +178,8 @@ def _find_own(root: Path, saved: int, exchange: RankExchange) -> dict[FoundSnaps
             continue
         try:
             loaded = manifest.load(folder)
-        except DamagedFile as error:
-            log.warning("the snapshot %s is damaged and not used: %s", folder, error.seen)
+        except (DamagedFile, OSError) as error:  # the other ranks wait for this one
+            log.warning("the snapshot %s is damaged and not used: %s", folder, error)
             continue
         intact, damage = _verify_files(folder, loaded, exchange)
         state = loaded.scalars.get(DATA_STATE)
@@ -212,6 +212,8 @@ def _verify_files(folder: Path, loaded: Manifest, exchange: RankExchange) -> tup
             verify_pieces(folder, pieces[exchange.local_rank :: exchange.ranks_per_node])
         except DamagedFile as error:
             damage.append(error.seen)
+        except OSError as error:
+            damage.append(str(error))
         else:
             intact.add(record.file)
     return intact, damage

@@ -75,6 +75,7 @@ class SnapshotStore:
     def __init__(self, folder: Path, exchange: RankExchange) -> None:
         self.folder, self._exchange = folder, exchange
         self._host, self._saves = HostSnapshot(), 0
+        self._send_share = BACKGROUND_SEND_SHARE
         self._remove_others(None)
         exchange.gather(None)
 
@@ -97,6 +98,7 @@ class SnapshotStore:
             attempt: number of this start of the run.
         """
         self._saves += 1
+        self._send_share = BACKGROUND_SEND_SHARE
         save = _Save(
             step=step,
             namespace=namespace,
@@ -108,11 +110,16 @@ class SnapshotStore:
         size = sum(item.data.numel() * item.data.element_size() for item in save.items)
         return PendingSave(target, run_in_thread(lambda: self._write(save), f"snapshot-{step}"), size)
 
-    def remove_all(self) -> None:
-        """Remove this node's snapshots. No save is pending on any of its ranks."""
+    def copy_at_full_speed(self) -> None:
+        """Send what the pending save still copies without pauses, because training waits for it."""
+        self._send_share = 1.0
+
+    def remove_after(self, step: int) -> None:
+        """Remove this node's snapshots of later steps. No save is pending on any of its ranks."""
         if self._exchange.local_rank == 0:
-            for folder in checkpoint_folder.step_folders(self.folder).values():
-                shutil.rmtree(folder)
+            for number, folder in checkpoint_folder.step_folders(self.folder).items():
+                if number > step:
+                    shutil.rmtree(folder)
 
     def _write(self, save: _Save) -> None:
         temporary = self.folder / f"{checkpoint_folder.TEMPORARY}{save.name}"
@@ -164,7 +171,7 @@ class SnapshotStore:
         exchange.transfer(
             None if own is None else FilePart(temporary / own.file, own.bytes, exchange.next_rank),
             None if other is None else FilePart(temporary / other.file, other.bytes, exchange.previous_rank),
-            BACKGROUND_SEND_SHARE,
+            lambda: self._send_share,
         )
 
     def _commit(self, save: _Save, temporary: Path, parts: Sequence[_Part]) -> None:

@@ -60,7 +60,8 @@ class RankSave:
     """One rank's part of one save. ``number`` counts the saves of this attempt and is equal on all ranks.
 
     ``in_use`` returns steps whose checkpoints retention keeps, because they are being uploaded or may be
-    needed again.
+    needed again. ``on_progress`` is called after each block, and while this rank waits for others, which the
+    save's own timeout limits.
     """
 
     directory: Path
@@ -78,6 +79,7 @@ class RankSave:
     in_use: Callable[[], Collection[int]]
     timeout_seconds: float
     on_phase: Callable[[SavePhase], None]
+    on_progress: Callable[[], None]
 
     @property
     def temporary(self) -> Path:
@@ -153,6 +155,7 @@ def _write_part(save: RankSave) -> None:
             {"format": manifest.FORMAT, "namespace": save.namespace, "step": str(save.step)},
             on_piece=lambda: save.on_phase(SavePhase.PIECES),
             on_sync=lambda: save.on_phase(SavePhase.FSYNC),
+            on_block=save.on_progress,
         )
         files = [record]
     else:
@@ -219,6 +222,7 @@ def _wait(
                     save, f"rank {', '.join(map(str, dead))} died while step {save.step} was being saved"
                 )
             next_check = now + LIVENESS_CHECK_SECONDS
+        save.on_progress()
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
 

@@ -18,23 +18,32 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 from toolkit import checkpoint_folder
 from toolkit.checkpoint.online.commit import RankSave, SavePhase, run_save
 from toolkit.checkpoint.online.writing import HostSnapshot, items_to_write
 from toolkit.checkpoint.shard import Shard
+from toolkit.progress import report_progress
 
 log = logging.getLogger(__name__)
 
+PROGRESS_SECONDS = 1.0  # between reports of progress to the watchdog
+
 
 class PendingSave:
-    """A save in progress. ``path`` is the future checkpoint, ``size`` the bytes that this rank writes."""
+    """A save in progress. ``path`` is the future checkpoint, ``size`` the bytes that this rank writes, and
+    ``advanced`` is set whenever the save makes progress.
+    """
 
-    def __init__(self, path: Path, future: Future[float], size: int = 0) -> None:
+    def __init__(
+        self, path: Path, future: Future[float], size: int = 0, advanced: threading.Event | None = None
+    ) -> None:
         self.path = path
         self.size = size
         self._future = future
+        self._advanced = advanced or threading.Event()
         self.waited = False
 
     def done(self) -> bool:
@@ -51,8 +60,16 @@ class PendingSave:
         return self._future.result() if self._future.done() and self.error is None else None
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is committed on every rank. Raises the error of a failed save."""
+        """Wait until the checkpoint is committed on every rank. Raises the error of a failed save.
+
+        The watchdog learns of the save's progress here only: while training goes on, a save in the background
+        must not hide that training hangs.
+        """
         self.waited = True
+        while not wait_for([self._future], PROGRESS_SECONDS).done:
+            if self._advanced.is_set():
+                self._advanced.clear()
+                report_progress(f"a part of saving {self.path.name}")
         self._future.result()
         return self.path
 
@@ -140,6 +157,7 @@ class CheckpointStore:
             )
             background = False
         self._saves += 1
+        advanced = threading.Event()
         save = RankSave(
             directory=self.directory,
             step=step,
@@ -156,8 +174,10 @@ class CheckpointStore:
             in_use=self._in_use,
             timeout_seconds=self._timeout_seconds,
             on_phase=self._on_phase,
+            on_progress=advanced.set,
         )
-        self._pending = PendingSave(target, run_in_thread(lambda: run_save(save), f"checkpoint-{step}"), size)
+        future = run_in_thread(lambda: run_save(save), f"checkpoint-{step}")
+        self._pending = PendingSave(target, future, size, advanced)
         if not background:
             self._pending.wait()
         return self._pending

@@ -65,6 +65,7 @@ def write_data_file(
     metadata: Mapping[str, str],
     on_piece: Callable[[], None],
     on_sync: Callable[[], None],
+    on_block: Callable[[], None] = lambda: None,
 ) -> tuple[FileRecord, list[TensorPiece]]:
     """Write a safetensors file with hashes and make it durable.
 
@@ -74,6 +75,7 @@ def write_data_file(
         metadata: Metadata of the file's header.
         on_piece: Called after each piece.
         on_sync: Called before the sync.
+        on_block: Called after each block of a piece.
     """
     by_name = {item.name: item for item in items}
     header, slots = safetensors.encode_header(
@@ -92,6 +94,7 @@ def write_data_file(
             for block in iterate_blocks(item.data, staging):
                 hashes.append(xxhash.xxh3_128_hexdigest(block))
                 _write_all(descriptor, block)
+                on_block()
             pieces.append(
                 TensorPiece(
                     item.key,
