@@ -453,15 +453,12 @@ class Reports:
         monkeypatch.setattr(store_module, "report_progress", self.heard.append)
 
 
-def test_waiting_for_other_ranks_within_the_timeout_is_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_other_ranks_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = Reports(monkeypatch)
     store = CheckpointStore(tmp_path, timeout_seconds=0.3)
     with pytest.raises(SaveFailed, match="rank 1 did not write its part"):
         store.save(1, state(1), {}, namespace=NAMESPACE, rank=0, ranks=2, attempt=1)
-    assert len(reports.heard) > 2
-    assert set(reports.heard) == {"a part of saving step-00000001"}
+    assert len(reports.heard) <= 1, "only this rank's own part is progress"
 
 
 def test_each_written_block_is_progress_only_while_training_waits_for_the_save(

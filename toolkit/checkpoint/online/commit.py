@@ -60,8 +60,8 @@ class RankSave:
     """One rank's part of one save. ``number`` counts the saves of this attempt and is equal on all ranks.
 
     ``in_use`` returns steps whose checkpoints retention keeps, because they are being uploaded or may be
-    needed again. ``on_progress`` is called after each block, and while this rank waits for others, which the
-    save's own timeout limits.
+    needed again. ``on_progress`` is called after each block that this rank writes. Waiting for other ranks is
+    no progress: one of them may be frozen, which the watchdog notices sooner than ``timeout_seconds``.
     """
 
     directory: Path
@@ -222,7 +222,6 @@ def _wait(
                     save, f"rank {', '.join(map(str, dead))} died while step {save.step} was being saved"
                 )
             next_check = now + LIVENESS_CHECK_SECONDS
-        save.on_progress()
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
 
