@@ -17,7 +17,7 @@ from toolkit.train.user_hooks import EndRequest
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_rollback_cancels_an_early_end_on_every_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    decided = SimpleNamespace(checkpoint_step=4, skipped=(40, 56))
+    decided = SimpleNamespace(rollback=SimpleNamespace(checkpoint_step=4, skipped=(40, 56)))
     monkeypatch.setattr(rollback, "agreed_sound_step", lambda context: 4)
     monkeypatch.setattr(rollback, "decide_rollback", lambda *_, **__: decided)
     monkeypatch.setattr(rollback, "open_reader", MagicMock())

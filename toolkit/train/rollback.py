@@ -226,28 +226,7 @@ def roll_back(training: Training, hooks: TrainingHooks, fault: Fault) -> Iterabl
     context, stream = training.context, training.data.stream
     plan, directory, attempt = context.plan, context.directory, context.attempt
     hooks.checkpoints.wait()
-    target = agreed_sound_step(context)
-    decision = decide_rollback(
-        RollbackFacts(
-            attempt=attempt,
-            step=fault.step,
-            reason=fault.kind.value,
-            loss=fault.loss,
-            grad_norm=fault.grad_norm,
-            losses=fault.losses,
-            checkpoint_step=target,
-            unsound=tuple(
-                step
-                for step in committed_checkpoints(directory.checkpoints)
-                if target is None or step > target
-            ),
-            earlier=tuple(rollback.checkpoint_step for rollback in training.rollbacks),
-            window=plan.config.train.rollback.window,
-            limit=plan.config.train.rollback.limit,
-            batch=plan.batch,
-            already_skipped=stream.skipped.ranges,
-        )
-    )
+    decision = decide_rollback(_collect_facts(training, fault))
     decided = decision.rollback
     if decided is None:
         if context.rank == 0:
@@ -282,6 +261,28 @@ def roll_back(training: Training, hooks: TrainingHooks, fault: Fault) -> Iterabl
     stream.skipped = stream.skipped.add([decided.skipped])
     hooks.all.load_state_dict(state.hook_states(reader))
     return stream.steps(step)
+
+
+def _collect_facts(training: Training, fault: Fault) -> RollbackFacts:
+    """Return the facts of a decision. Collective: the ranks agree on the checkpoint."""
+    context, stream = training.context, training.data.stream
+    settings, target = context.plan.config.train.rollback, agreed_sound_step(context)
+    saved = committed_checkpoints(context.directory.checkpoints)
+    return RollbackFacts(
+        attempt=context.attempt,
+        step=fault.step,
+        reason=fault.kind.value,
+        loss=fault.loss,
+        grad_norm=fault.grad_norm,
+        losses=fault.losses,
+        checkpoint_step=target,
+        unsound=tuple(step for step in saved if target is None or step > target),
+        earlier=tuple(rollback.checkpoint_step for rollback in training.rollbacks),
+        window=settings.window,
+        limit=settings.limit,
+        batch=context.plan.batch,
+        already_skipped=stream.skipped.ranges,
+    )
 
 
 def agreed_sound_step(context: RankContext, up_to: int | None = None) -> int | None:
