@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,8 +26,8 @@ from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, save, shards_of, whole
 from tests.damage import flip_byte
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, open_reader
+from toolkit.checkpoint.online import commit, writing
 from toolkit.checkpoint.online import store as store_module
-from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.online.commit import SaveFailed, SavePhase
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, Shard, TensorKey
@@ -101,7 +102,7 @@ def test_checkpoint_that_cannot_be_removed_does_not_fail_the_save(
         patches.setattr(Path, "rename", refuse)
         save_alone(store, 2, state(2))
     assert value(tmp_path) == 2
-    assert "step-00000001 could not be removed, and the next save tries again" in caplog.text
+    assert "could not be cleaned up, and the next save tries again: " in caplog.text
     save_alone(store, 3, state(3))
     assert list(checkpoint_folder.committed_checkpoints(tmp_path)) == [3]
 
@@ -525,6 +526,22 @@ def test_killed_rank_fails_save_on_other_ranks(dies: int, tmp_path: Path) -> Non
     assert other.wait(timeout=10) == -signal.SIGKILL
     assert time.monotonic() - began < 30, "most of it is the other process importing torch"
     assert directory.newest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("work", ["_remove_leftovers", "_apply_retention"])
+def test_file_system_that_refuses_the_cleaning_up_fails_no_save(
+    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(saved: commit.RankSave) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(commit, work, refuse)
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    store = CheckpointStore(tmp_path, keep_last=1)
+    for step in (1, 2):
+        path = store.save(step, state(step), {}, namespace=NAMESPACE, rank=0, ranks=1, attempt=1).wait()
+        assert path.name == checkpoint_folder.step_name(step)
+    assert "could not be cleaned up, and the next save tries again" in caplog.text
 
 
 def test_leftovers_of_dead_attempts_are_removed(tmp_path: Path) -> None:

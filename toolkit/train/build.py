@@ -238,12 +238,12 @@ def _build_auto_interval(training: Training, timer: SaveTimer, goodput: GoodputT
     plan, directory, late = training.context.plan, training.context.directory, training.monitor.late
 
     def apply(chosen: ChosenInterval) -> None:
-        # The timer starts before a save in the foreground, which training waits for.
-        timer.seconds = chosen.seconds + (0.0 if plan.saves.background else chosen.costs.save)
+        timer.seconds = chosen.seconds
         pause = chosen.costs.save if chosen.measured else None
         goodput.set_interval(chosen.seconds, pause, chosen.costs.between_failures)
         if late is not None:
-            late.set_interval(timer.seconds)
+            # A checkpoint is complete one save after it is due; in the foreground the timer waits for that.
+            late.set_interval(chosen.seconds + (0.0 if plan.saves.background else chosen.costs.save))
 
     usage = read_usage(directory, before=training.context.attempt)
     return AutoInterval(plan, usage, began=goodput.began, apply=apply)

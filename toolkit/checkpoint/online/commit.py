@@ -120,7 +120,7 @@ def run_save(save: RankSave) -> None:
     """
     try:
         if save.rank == 0:
-            _remove_leftovers(save)
+            _clean_up(_remove_leftovers, save)
         save.temporary.mkdir(parents=True, exist_ok=True)
         with hold_liveness_lock(save.lock_file(save.rank)) if save.ranks > 1 else nullcontext():
             _write_part(save)
@@ -229,9 +229,16 @@ def _wait(
 # ---- rank 0
 
 
+def _clean_up(work: Callable[[RankSave], None], save: RankSave) -> None:
+    """Call ``work``, which the next save repeats: its errors are no reason to give up this save."""
+    try:
+        work(save)
+    except OSError as error:
+        log.warning(f"{save.directory} could not be cleaned up, and the next save tries again: {error}")
+
+
 def _remove_leftovers(save: RankSave) -> None:
-    """Remove what dead attempts left, and what could not be removed before; failures are retried at the next
-    save.
+    """Remove what dead attempts left, and what could not be removed before.
 
     Also write a pointer that an attempt died before writing: a second such death would leave two checkpoints
     that ``latest`` does not name. The folder of this attempt's previous save may still inform a slow rank why
@@ -321,7 +328,7 @@ def _commit(save: RankSave, reports: Sequence[Mapping[str, Any]]) -> None:
     save.on_phase(SavePhase.RETENTION)
     shutil.rmtree(removed, ignore_errors=True)
     shutil.rmtree(save.lock_file(0).parent, ignore_errors=True)
-    _apply_retention(save)
+    _clean_up(_apply_retention, save)
 
 
 def _is_already_saved(save: RankSave) -> bool:
@@ -349,8 +356,6 @@ def _is_already_saved(save: RankSave) -> bool:
 def _apply_retention(save: RankSave) -> None:
     """Point to the best checkpoint, and remove old ones: rename each first, so that a partly removed
     checkpoint is never mistaken for a complete one.
-
-    This save is committed already, so what cannot be removed is left to the next save.
     """
     committed = checkpoint_folder.committed_checkpoints(save.directory)
     complete = {step for step, folder in committed.items() if directory.is_complete(folder)}
@@ -371,11 +376,7 @@ def _apply_retention(save: RankSave) -> None:
     )
     for step in removable:
         removed = save.directory / f"{checkpoint_folder.REMOVED}{committed[step].name}"
-        try:
-            committed[step].rename(removed)
-        except OSError as error:
-            log.warning(f"{committed[step]} could not be removed, and the next save tries again: {error}")
-            continue
+        committed[step].rename(removed)
         save.on_phase(SavePhase.RETENTION)
         shutil.rmtree(removed, ignore_errors=True)
 
