@@ -197,7 +197,7 @@ def test_slurm_job_with_mistake_is_not_requeued(slurm: Slurm, tmp_path: Path) ->
     job, id = submission.submit(job)
     wait_until(lambda: backend.state(id) is JobState.ENDED, 60, "ended", output=job.folder / "output.txt")
     assert slurm.job_state(id.id) == "FAILED"
-    assert "where process" in (job.folder / "output.txt").read_text()
+    assert "in which process" in (job.folder / "output.txt").read_text()
     ends = [json.loads(line) for line in (job.folder / "ends.jsonl").read_text().splitlines()]
     assert [(end["next"], end["code"]) for end in ends] == [("end", 2)]
     held.release()

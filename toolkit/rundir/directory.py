@@ -36,7 +36,7 @@ from toolkit.goodput import (
     write_times,
 )
 from toolkit.rows import last_row
-from toolkit.rundir.lock import acquire_lock, has_ended
+from toolkit.rundir.lock import acquire_lock
 from toolkit.rundir.repeated_steps import cut_rows, move_rows
 from toolkit.rundir.start_state import (
     OTHER_FOLDER_REMEDY,
@@ -400,10 +400,10 @@ class RunDirectory:
         descriptor, owner = acquire_lock(self.path / "lock")
         if descriptor is None:
             who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+            # A killed owner's ranks keep its lock while they save. Whether it lives is not known here: it may
+            # be in another container.
             remedy = f"wait for it or stop it (kill {owner['pid']})" if owner else "wait for it or stop it"
-            if owner and has_ended(owner):
-                who = f"a child of process {owner['pid']}, which has ended,"
-                remedy = "wait until its ranks have saved and ended"
+            remedy += "; if it has ended, wait until its ranks have saved"
             raise ConfigError(
                 Problem(
                     "run.dir",

@@ -53,21 +53,15 @@ def _try_lock(descriptor: int, owner: Mapping[str, Any] | None) -> bool:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
             raise
         # The file system has no locks: trust the recorded owner if it is on this machine.
-        return owner is None or owner["host"] != socket.gethostname() or has_ended(owner)
+        return owner is None or owner["host"] != socket.gethostname() or not _alive(owner["pid"])
     return True
 
 
-def has_ended(owner: Mapping[str, Any]) -> bool:
-    """Return whether the recorded owner is known to have ended: only processes of this host are known.
-
-    Its children, which have inherited the lock, may live.
-    """
-    if owner["host"] != socket.gethostname():
-        return False
+def _alive(pid: int) -> bool:
     try:
-        os.kill(owner["pid"], 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
-        return True
-    except PermissionError:
         return False
-    return False
+    except PermissionError:
+        return True
+    return True
