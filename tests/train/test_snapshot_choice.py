@@ -88,7 +88,9 @@ def test_files_of_two_passes_over_a_step_are_not_mixed() -> None:
 
 def test_node_that_was_away_does_not_bring_back_steps_that_the_run_does_not_have() -> None:
     """It has all files of step 120; meanwhile the others went back to the disk and made 5 steps."""
-    assert chosen_step([[found(120, FILES)], []], replace(PROGRESS, last_row=95)) is None
+    choice = choose_snapshot([[found(120, FILES)], []], replace(PROGRESS, last_row=95))
+    assert choice.chosen is None
+    assert choice.rejected == ((120, "is not used: the metrics of the run end at step 95"),)
 
 
 def test_snapshot_from_before_a_rollback_is_not_used() -> None:

@@ -107,7 +107,8 @@ def choose_snapshot(nodes: Sequence[Sequence[FoundSnapshot]], progress: RunProgr
         snapshot = candidates[key]
         if snapshot.step <= progress.saved:
             break
-        if not _belongs_to_run(snapshot, progress):
+        if (obsolete := _why_obsolete(snapshot, progress)) is not None:
+            rejected.append((snapshot.step, f"is not used: {obsolete}"))
             continue
         same = [next((each for each in found if each.key == key), None) for found in nodes]
         files = tuple(frozenset() if each is None else each.intact for each in same)
@@ -122,9 +123,14 @@ def choose_snapshot(nodes: Sequence[Sequence[FoundSnapshot]], progress: RunProgr
     return SnapshotChoice(None, rejected=tuple(rejected))
 
 
-def _belongs_to_run(snapshot: FoundSnapshot, progress: RunProgress) -> bool:
+def _why_obsolete(snapshot: FoundSnapshot, progress: RunProgress) -> str | None:
+    """Return why a snapshot does not belong to the run, as a clause; None if it does."""
+    if snapshot.step > progress.last_row:
+        return f"the metrics of the run end at step {progress.last_row}"
     skipped = SkippedSamples().add(snapshot.skipped)
-    return snapshot.step <= progress.last_row and skipped.add(progress.skipped) == skipped
+    if skipped.add(progress.skipped) != skipped:
+        return "it was taken before a rollback"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
