@@ -238,8 +238,8 @@ FULL = pytest.mark.full
 def test_death_of_a_process_ends_those_that_depend_on_it(agent: Agent, killed: str) -> None:
     agent.start_with_standbys()
     seen = [agent.seen(rank) for rank in range(2)]
-    (server,) = agent.named("standby_server")
     agent.wait_for_standbys()
+    (server,) = agent.named("standby_server")  # a process that it starts has its name at first
     match killed:
         case "rank":
             os.kill(seen[1]["pid"], signal.SIGSEGV)
