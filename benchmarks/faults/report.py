@@ -175,7 +175,7 @@ def _introduction(rows: Sequence[Row]) -> str:
     most = f" (at most {max(row['other_cores'] for row in timed):.2f})" if timed else ""
     layouts = len({row["layout"] for row in rows})
     return (
-        f"So far {len(rows)} of the {PLANNED_CASES} cases of seed {rows[0]['campaign_seed']} have been run, "
+        f"{len(rows)} of the {PLANNED_CASES} cases of seed {rows[0]['campaign_seed']} have been run, "
         f"on {layouts} layouts ({when}; {machines}; {versions}). "
         f"{violated} of {len(hit)} cases violated an invariant.{late} Times come only from the {len(timed)} "
         f"cases during which other processes kept less "

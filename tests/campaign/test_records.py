@@ -75,7 +75,7 @@ def test_campaign_continues_after_recorded_rows_in_a_new_folder(
     recorded = list(read_rows(tmp_path / "campaign.jsonl"))
     assert [row["number"] for row in recorded] == [0, 1, 2, 3, 4]
     assert "output" not in recorded[0]
-    assert "So far 5 of the 500 cases of seed 7" in page.read_text()
+    assert "5 of the 500 cases of seed 7" in page.read_text()
     Campaign(7, tmp_path / "two", [], []).run_remaining(3)
     assert ran[5:] == [0, 1, 2], "a campaign that is not recorded runs the cases itself"
 
@@ -94,7 +94,7 @@ def test_each_case_is_recorded_before_the_next_begins(
     with pytest.raises(KeyboardInterrupt):
         campaign(tmp_path, "one", page).run_remaining(5)
     assert [row["number"] for row in read_rows(tmp_path / "campaign.jsonl")] == [0, 1]
-    assert "So far 2 of the 500 cases" in page.read_text()
+    assert "2 of the 500 cases" in page.read_text()
 
 
 def test_recorded_rows_of_other_cases_are_refused(tmp_path: Path, page: Path, ran: list[int]) -> None:

@@ -130,7 +130,7 @@ def test_tables_of_known_rows() -> None:
     rows = [row("rank-killed", 10.0, stock=stock(20.0)), row("nan", 3.0, date="2026-01-04")]
     rows += [row("rank-killed", 9.0, missed=True), row("rank-killed", 80.0, other_cores=1.5)]
     text = table(rows, {"disk-full": "needs root"})
-    assert "So far 4 of the 500 cases of seed 7 have been run, on 1 layouts (2026-01-02 to 2026-01-04" in text
+    assert "4 of the 500 cases of seed 7 have been run, on 1 layouts (2026-01-02 to 2026-01-04" in text
     assert "0 of 3 cases violated an invariant. In 1 cases the run had ended before the fault" in text
     assert "Times come only from the 2 cases during which other processes kept less than 0.2 cores" in text
     assert f"| {COLD_TORCHRUN} | 2 | 2 | 1 | 10.0 / 10.0 s | start | 10.0 / 10.0 s | at most 2 |" in text

@@ -24,7 +24,7 @@ from toolkit.cluster.jobs.job import CONFIG_FILE, RECORD_FILE
 from toolkit.cluster.jobs.slurm_controller import RETRY_SECONDS, TRIES, ask_controller, call_controller
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
-from toolkit.rows import parse_row
+from toolkit.rows import last_row
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.excluded_hosts import read_excluded_hosts
 from toolkit.rundir.status import RunState, ended_by_budget
@@ -189,10 +189,7 @@ def newest_checkpoint_name(run_dir: Path) -> str | None:
 
 def load_baseline(folder: Path) -> JobBaseline:
     """Load the state at the job's last end, else at its submission; the defaults if neither was recorded."""
-    file = folder / ENDS_FILE
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
-    # A write that was interrupted leaves a part of a line.
-    last = next((row for line in reversed(lines) if (row := parse_row(line)) is not None), None)
+    last = last_row(folder / ENDS_FILE)  # a write that was interrupted leaves a part of a line
     if last is not None:
         return JobBaseline(
             attempt=last["attempt"], checkpoint=last["checkpoint"], fruitless=last["fruitless"]
