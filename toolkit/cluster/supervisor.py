@@ -374,7 +374,7 @@ def _record_end(
         exit_handler.record("one rank found a mistake: see the output above", overwrite=not recorded)
     elif exit_handler.code is ExitCode.DONE and not _is_complete(status, ranks, steps):
         exit_handler.code = ExitCode.FAILURE
-        reason = "a rank ended with exit code 0 before the run was complete, as after os._exit(0) in user code"
+        reason = "a rank ended with exit code 0 before the run was complete, as after os._exit(0) in a hook"
         log.error(reason)
         exit_handler.record(reason)
     else:
